@@ -1,0 +1,65 @@
+"""The attention sublayer: projections by heads, RoPE, the kernel, the output projection.
+
+Heads are cut over `tensor` (Megatron, arXiv 1909.08053); grouped queries (2305.13245) share kv heads. Where kv heads
+are fewer than tensor shards, `linear` hands each shard the ones its queries need.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from ..sharding.layout import Layout
+from ..sharding.linear import linear
+from . import init
+from .attention_kernel import Mask, attention
+from .config import ModelConfig
+from .norms import rms_norm
+from .rope import rotate
+
+
+class Attention(nnx.Module):
+    """q [D, H, head_dim], k, v [D, K, head_dim], o [H, head_dim, D], their biases, and the norms of queries and keys."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array):
+        d, h, k, size = config.d_model, config.heads, config.num_kv_heads, config.size_per_head
+        q_axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.q = init.matrix(key, config, "attention.q", q_axes, (d, h, size), fan_in=d)
+        self.k = init.matrix(key, config, "attention.k", kv_axes, (d, k, size), fan_in=d)
+        self.v = init.matrix(key, config, "attention.v", kv_axes, (d, k, size), fan_in=d)
+        self.o = init.matrix(
+            key,
+            config,
+            "attention.o",
+            ("heads", "head_dim", "embed"),
+            (h, size, d),
+            fan_in=h * size,
+            residual=True,
+        )
+        biased = config.bias in ("qkv", "all")
+        self.q_bias = init.bias(q_axes[1:], (h, size)) if biased else None
+        self.k_bias = init.bias(kv_axes[1:], (k, size)) if biased else None
+        self.v_bias = init.bias(kv_axes[1:], (k, size)) if biased else None
+        self.o_bias = init.bias(("channel",), (d,)) if config.bias == "all" else None
+        self.q_norm = init.scale(size, "head_dim") if config.qk_norm else None
+        self.k_norm = init.scale(size, "head_dim") if config.qk_norm else None
+
+
+def attend(
+    p: Attention,
+    x: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    layout: Layout,
+    config: ModelConfig,
+) -> jax.Array:
+    """x[B, S_{context,tensor}, D] -> the same; positions, segments [B, S_context]."""
+    biases = (p.q_bias, p.k_bias, p.v_bias)
+    q, k, v = linear(x, (p.q, p.k, p.v), layout, biases=biases, enter="tensor")
+    if p.q_norm is not None and p.k_norm is not None:
+        q = rms_norm(q, p.q_norm[...], config.norm_eps)
+        k = rms_norm(k, p.k_norm[...], config.norm_eps)
+    mask = Mask(causal=True, window=config.window, softcap=config.attention_softcap)
+    o = attention(rotate(q, rotation), rotate(k, rotation), v, positions, segments, mask)
+    return linear(o, p.o, layout, biases=(p.o_bias,), leave="tensor")

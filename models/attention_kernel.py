@@ -1,0 +1,207 @@
+"""Exact attention in blocks with an online softmax (arXiv 2205.14135, 2307.08691): memory linear in the sequence,
+hidden block pairs skipped, gradients from its own VJP whose residuals are q, k, v, o and the logsumexp.
+
+What a query sees follows from the tokens' true positions and documents, never from their place in the array:
+key visible to query when both are in the same document (segment, never one < 0, which is padding), and causality
+and the window allow it. So packed rows, and later permuted ones, are just data.
+
+Shapes: B sequences, S tokens, K kv heads, G query heads per kv head, H = K·G, D head_dim, q and k block lengths Q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LARGEST_BLOCK = 256
+HIDDEN = -1e30
+"""Stands in for minus infinity: finite, so that rows that see nothing give zeros and no NaN."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What hides a key from a query of the same document, and the softcap on scores.
+
+    window: tokens a query sees, itself included. softcap: scores become c·tanh(score/c) (2408.00118).
+    """
+
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Tokens(NamedTuple):
+    """Where tokens stand: position in the document and document in the row, each [B, Q]."""
+
+    positions: jax.Array
+    segments: jax.Array
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array, mask: Mask
+) -> jax.Array:
+    """softmax(q·k/sqrt(D) under `mask`)·v for q [B, S, H, D] and k, v [B, S, K, D]; positions, segments [B, S].
+
+    Query head h attends with kv head h // G. Softmax in f32; the result has q's dtype. Tokens with segment < 0
+    give zeros.
+    """
+    batch, tokens, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    blocks = -(-tokens // LARGEST_BLOCK)
+    size = -(-tokens // blocks)
+    padding = blocks * size - tokens
+
+    def cut(a, fill=0):  # [B, S, ...] -> [blocks, B, Q, ...]
+        a = jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
+        return jnp.moveaxis(a.reshape(batch, blocks, size, *a.shape[2:]), 1, 0)
+
+    def by_head(a):  # [blocks, B, Q, heads, D] -> [blocks, B, K, G·Q, D]
+        a = a.reshape(*a.shape[:3], kv_heads, -1, a.shape[-1]).transpose(0, 1, 3, 4, 2, 5)
+        return a.reshape(*a.shape[:3], -1, a.shape[-1])
+
+    where = Tokens(cut(positions), cut(segments, fill=-1))
+    o = _attention(by_head(cut(q)), by_head(cut(k)), by_head(cut(v)), where, mask)
+    o = o.reshape(*o.shape[:3], heads // kv_heads, size, -1).transpose(1, 0, 4, 2, 3, 5)
+    return o.reshape(batch, blocks * size, heads, -1)[:, :tokens]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, where: Tokens, mask: Mask):
+    """q [blocks, B, K, G·Q, D], k, v [blocks, B, K, Q, D] -> o like q."""
+    return _attention_forward(q, k, v, where, mask)[0]
+
+
+def _attention_forward(q, k, v, where, mask):
+    # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked: without the barrier
+    # the masks of every block pair, O(S^2) bytes
+    q, k, v, where = lax.optimization_barrier((q, k, v, where))
+
+    def one_query_block(_, query):
+        q, q_at = query
+
+        def one_key_block(state, key):
+            k, v, k_at = key
+            update = partial(_accumulate, q=q, k=k, v=v, q_at=q_at, k_at=k_at, mask=mask)
+            return lax.cond(_any_visible(q_at, k_at, mask), update, lambda state: state, state), None
+
+        row = (*q.shape[:-1], 1)
+        state = jnp.zeros(q.shape, jnp.float32), jnp.full(row, HIDDEN), jnp.zeros(row, jnp.float32)
+        (o, top, total), _ = lax.scan(one_key_block, state, (k, v, where))
+        total = jnp.where(total > 0, total, 1.0)
+        return None, ((o / total).astype(q.dtype), top + jnp.log(total))
+
+    _, (o, logsumexp) = lax.scan(one_query_block, None, (q, where))
+    return o, (q, k, v, where, o, logsumexp)
+
+
+def _attention_backward(mask, residuals, do):
+    q, k, v, where, o, logsumexp, do = lax.optimization_barrier((*residuals, do))
+    inner = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1, keepdims=True)
+    queries = (q, do, logsumexp, inner, where)
+
+    def one_key_block(dq, key):
+        k, v, k_at = key
+
+        def one_query_block(state, query):
+            i, (q, do, logsumexp, inner, q_at) = query
+            differentiate = partial(
+                _block_gradients, q, k, v, do, logsumexp, inner, q_at=q_at, k_at=k_at, mask=mask
+            )
+            shapes = jax.eval_shape(differentiate)
+            nothing = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            dq_i, dk_i, dv_i = lax.cond(_any_visible(q_at, k_at, mask), differentiate, nothing)
+            dq, dk, dv = state
+            return (dq.at[i].add(dq_i), dk + dk_i, dv + dv_i), None
+
+        state = dq, jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+        (dq, dk, dv), _ = lax.scan(one_query_block, state, (jnp.arange(q.shape[0]), queries))
+        return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
+
+    dq, (dk, dv) = lax.scan(one_key_block, jnp.zeros(q.shape, jnp.float32), (k, v, where))
+    return dq.astype(q.dtype), dk, dv, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _accumulate(state, *, q, k, v, q_at: Tokens, k_at: Tokens, mask: Mask):
+    """One key block into the online softmax of one query block: state is (o, running max, running sum) in f32."""
+    o, top, total = state
+    score, visible = _scores(q, k, q_at, k_at, mask)
+    new_top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
+    weight = jnp.where(visible, jnp.exp(score - new_top), 0.0)
+    shrink = jnp.exp(top - new_top)
+    o = o * shrink + jnp.matmul(weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return o, new_top, total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
+
+
+def _block_gradients(q, k, v, do, logsumexp, inner, *, q_at: Tokens, k_at: Tokens, mask: Mask):
+    """dq, dk, dv in f32 that one (query block, key block) pair adds. inner is sum(o·do) per query row."""
+    score, visible = _scores(q, k, q_at, k_at, mask)
+    weight = jnp.where(visible, jnp.exp(score - logsumexp), 0.0)
+    dweight = jnp.matmul(do, v.mT, preferred_element_type=jnp.float32)
+    dscore = weight * (dweight - inner) * q.shape[-1] ** -0.5
+    if mask.softcap:
+        dscore *= jnp.where(visible, 1.0 - (score / mask.softcap) ** 2, 0.0)
+    dscore, weight = dscore.astype(q.dtype), weight.astype(q.dtype)
+    dq = jnp.matmul(dscore, k, preferred_element_type=jnp.float32)
+    dk = jnp.matmul(dscore.mT, q, preferred_element_type=jnp.float32)
+    dv = jnp.matmul(weight.mT, do, preferred_element_type=jnp.float32)
+    return dq, dk, dv
+
+
+def _scores(q, k, q_at: Tokens, k_at: Tokens, mask: Mask):
+    """Scaled, capped, masked scores [B, K, G·Q, Q] in f32, and which of them are visible."""
+    score = jnp.matmul(q, k.mT, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    if mask.softcap:
+        score = mask.softcap * jnp.tanh(score / mask.softcap)
+    q_position, k_position = q_at.positions[:, :, None], k_at.positions[:, None, :]
+    segment = q_at.segments[:, :, None]
+    visible = (segment == k_at.segments[:, None, :]) & (segment >= 0)
+    if mask.causal:
+        visible &= k_position <= q_position
+    if mask.window:
+        visible &= q_position - k_position < mask.window
+        if not mask.causal:
+            visible &= k_position - q_position < mask.window
+    visible = jnp.tile(visible, (1, q.shape[2] // visible.shape[1], 1))[:, None]
+    return jnp.where(visible, score, HIDDEN), visible
+
+
+def _any_visible(q_at: Tokens, k_at: Tokens, mask: Mask) -> jax.Array:
+    """Whether any key of one block can be visible to any query of the other; never False when one is.
+
+    Bounds only: documents by their ranges, causality by the last query and the first key in (document, position)
+    order, the window by positions where each block lies in a single document.
+    """
+    q_first, q_last = _ends(q_at)
+    k_first, k_last = _ends(k_at)
+    possible = (q_first[0] <= k_last[0]) & (k_first[0] <= q_last[0]) & (q_last[0] >= 0)
+    if mask.causal:
+        possible &= (k_first[0] < q_last[0]) | ((k_first[0] == q_last[0]) & (k_first[1] <= q_last[1]))
+    if mask.window:
+        single = (q_first[0] == q_last[0]) & (k_first[0] == k_last[0])
+        possible &= ~single | (q_first[1] - k_last[1] < mask.window)
+        if not mask.causal:
+            possible &= ~single | (k_first[1] - q_last[1] < mask.window)
+    return jnp.any(possible)
+
+
+def _ends(at: Tokens):
+    """First and last (segment, position) of each row of a block, padding left out; each [B].
+
+    A row of padding alone has first > last, so its ranges meet nothing.
+    """
+    real = at.segments >= 0
+    big = jnp.iinfo(jnp.int32).max
+    first = jnp.min(jnp.where(real, at.segments, big), axis=1)
+    last = jnp.max(jnp.where(real, at.segments, -1), axis=1)
+    in_first, in_last = at.segments == first[:, None], at.segments == last[:, None]
+    first_position = jnp.min(jnp.where(in_first, at.positions, big), axis=1)
+    last_position = jnp.max(jnp.where(in_last, at.positions, -1), axis=1)
+    return (first, first_position), (last, last_position)

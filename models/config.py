@@ -1,0 +1,71 @@
+"""Config section `model`: the shape of a decoder-only transformer. No JAX here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    vocab_size: Annotated[int, Field(gt=0, description="tokens the tokenizer knows, end-of-text included")] = 257
+    vocab_multiple: Annotated[
+        int, Field(gt=0, description="stored vocabulary is padded up to a multiple of this, whatever the mesh")
+    ] = 128
+    layers: Annotated[int, Field(gt=0, description="decoder blocks")] = 3
+    d_model: Annotated[int, Field(gt=0, description="width of the residual stream")] = 64
+    heads: Annotated[int, Field(gt=0, description="query heads")] = 4
+    kv_heads: Annotated[int | None, Field(gt=0, description="key and value heads; null: as many as heads")] = None
+    head_dim: Annotated[int | None, Field(gt=0, description="width of a head; null: d_model / heads")] = None
+    d_ff: Annotated[int, Field(gt=0, description="hidden width of the SwiGLU MLP")] = 192
+    bias: Annotated[
+        Literal["none", "qkv", "all"], Field(description="which projections carry biases")
+    ] = "none"
+    qk_norm: Annotated[bool, Field(description="RMSNorm on queries and keys per head, before RoPE")] = False
+    tie_embeddings: Annotated[bool, Field(description="one table for embedding and unembedding")] = False
+    rope_theta: Annotated[float, Field(gt=0, description="base of the rotary frequencies")] = 10_000.0
+    norm_eps: Annotated[float, Field(gt=0, description="added to the mean square inside RMSNorm")] = 1e-5
+    window: Annotated[
+        int | None, Field(gt=0, description="tokens a query sees, itself included; null: all before it")
+    ] = None
+    attention_softcap: Annotated[
+        float | None, Field(gt=0, description="scores become c·tanh(score/c); null: off")
+    ] = None
+    logit_softcap: Annotated[
+        float | None, Field(gt=0, description="logits become c·tanh(logit/c); null: off")
+    ] = None
+    init_std: Annotated[
+        float | None, Field(gt=0, description="standard deviation of matrices at init; null: 1/sqrt(fan in)")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim is None and self.d_model % self.heads:
+            raise ValueError(
+                f"model.d_model={self.d_model} is not a multiple of model.heads={self.heads}; "
+                f"write model.head_dim=…"
+            )
+        if self.size_per_head % 2:
+            raise ValueError(f"model.head_dim={self.size_per_head} is odd; RoPE turns pairs")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def size_per_head(self) -> int:
+        return self.head_dim or self.d_model // self.heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the stored tables: vocab_size rounded up to vocab_multiple."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

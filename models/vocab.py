@@ -1,0 +1,92 @@
+"""The vocabulary's two ends: embedding, and a cross entropy whose full logits never exist.
+
+Both tables are cut over `tensor` by rows (Megatron, arXiv 1909.08053). A device works with its own columns of the
+logits; one maximum and one sum over `tensor` make the softmax whole. Padding rows of a table (stored vocabulary is
+a multiple of `model.vocab_multiple`) are outside the model: their logits are minus infinity, their gradients zero.
+Shapes: B sequences, S tokens, D width, T tokens of a chunk, V stored vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
+from ..sharding.layout import Layout
+from ..sharding.linear import fused_linear, local_rows
+
+CHUNK = 512
+"""Tokens whose logits exist at once."""
+
+
+class Loss(NamedTuple):
+    """How tokens are scored. vocab_size: of the model, padding left out."""
+
+    vocab_size: int
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+
+
+def cross_entropy_share(
+    x: jax.Array, table: nnx.Param, targets: jax.Array, weights: jax.Array, layout: Layout, loss: Loss
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This device's share of the loss of x[B, S_{context,tensor}, D] against targets[B, S_context].
+
+    weights[B, S_context] f32: weight of each target; 0 where there is none. Returns a scalar share, differentiable,
+    and sums by name, also shares, of quantities to log: `loss`, the negative log-likelihood in nats; `z_loss` and
+    `smoothing_loss` where those are on. Per token
+        objective = (1-ε)·nll + ε·mean over the vocabulary of -log p + z·logsumexp²
+    (label smoothing 1512.00567; z-loss 2204.02311). Every tensor rank computes the same value, hence 1/tensor of it.
+    """
+    rows = {"target": targets, "weight": weights}
+    return fused_linear(x, table, rows, layout, partial(_score, layout=layout, loss=loss), CHUNK)
+
+
+def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, loss: Loss):
+    """logits[T, V_tensor] f32 -> share, d(objective)/d(logits) [T, V_tensor], sums."""
+    columns = logits.shape[1]
+    weight = rows["weight"][:, None]
+    capped = logits if loss.softcap is None else loss.softcap * jnp.tanh(logits / loss.softcap)
+    column = axis_index("tensor", layout) * columns + jnp.arange(columns)[None, :]
+    real = column < loss.vocab_size
+    capped = jnp.where(real, capped, -jnp.inf)
+
+    top = all_reduce_max(jnp.max(capped, axis=1, keepdims=True), "tensor", layout)
+    exp = jnp.exp(capped - top)
+    at_target = jnp.arange(columns)[None, :] == local_rows(rows["target"], columns, layout)[:, None]
+    total, target_logit, logit_sum = all_reduce(
+        (
+            jnp.sum(exp, axis=1, keepdims=True),
+            jnp.sum(jnp.where(at_target, capped, 0.0), axis=1, keepdims=True),
+            jnp.sum(jnp.where(real, capped, 0.0), axis=1, keepdims=True) if loss.label_smoothing else (),
+        ),
+        "tensor",
+        layout,
+    )
+    logsumexp = top + jnp.log(total)
+    nll = logsumexp - target_logit
+    sums = {"loss": nll}
+    dlogits_p, dlogits_target, dlogits_all = 1.0, 1.0, 0.0
+    objective = nll
+    if smoothing := loss.label_smoothing:
+        sums["smoothing_loss"] = smoothing * (target_logit - logit_sum / loss.vocab_size)
+        objective += sums["smoothing_loss"]
+        dlogits_target, dlogits_all = 1.0 - smoothing, smoothing / loss.vocab_size
+    if loss.z_loss:
+        sums["z_loss"] = loss.z_loss * logsumexp**2
+        objective += sums["z_loss"]
+        dlogits_p += 2.0 * loss.z_loss * logsumexp
+
+    dlogits = dlogits_p * (exp / total) - jnp.where(at_target, dlogits_target, 0.0)
+    if smoothing:
+        dlogits -= jnp.where(real, dlogits_all, 0.0)
+    if loss.softcap is not None:
+        dlogits *= jnp.where(real, 1.0 - (capped / loss.softcap) ** 2, 0.0)
+    share = partial(jnp.sum, dtype=jnp.float32)
+    once = weight / layout.size("tensor")
+    return share(objective * once), dlogits * weight, {name: share(a * once) for name, a in sums.items()}

@@ -1,0 +1,52 @@
+"""The collective vocabulary: what may move between devices, by name, inside the step's `shard_map`.
+
+Notation: A[B_X, D] has dim B cut over mesh axis X; {partial over Y} means that the sum over Y is still to come.
+n is the bytes of the full array, N the devices along the axes; each docstring says what one device sends. Under
+autodiff each function transposes to its partner (all_reduce to itself, all_gather to reduce_scatter), which
+makes cotangents shares as well: see "sum of shares" in docs/design.md.
+
+An axis of size 1 returns its input: XLA keeps size-1 collectives on CPU. Nothing else tests sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+from .layout import Layout
+
+
+def _wide(axes: str | Sequence[str], layout: Layout) -> tuple[str, ...]:
+    axes = (axes,) if isinstance(axes, str) else axes
+    return tuple(axis for axis in axes if layout.size(axis) > 1)
+
+
+def all_reduce(tree, axes: str | Sequence[str], layout: Layout):
+    """A{partial over axes} -> A, for every leaf in one collective. Sends 2(N-1)/N·n."""
+    wide = _wide(axes, layout)
+    return lax.psum(tree, wide) if wide else tree
+
+
+def all_reduce_max(x: jax.Array, axes: str | Sequence[str], layout: Layout) -> jax.Array:
+    """Elementwise maximum over the axes. Sends 2(N-1)/N·n. Not differentiable."""
+    wide = _wide(axes, layout)
+    return lax.pmax(x, wide) if wide else x
+
+
+def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int, layout: Layout) -> jax.Array:
+    """A[.., D_axes, ..] -> A[.., D, ..] along `dim`. Sends (N-1)/N·n."""
+    wide = _wide(axes, layout)
+    return lax.all_gather(x, wide, axis=dim, tiled=True) if wide else x
+
+
+def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, layout: Layout) -> jax.Array:
+    """A[.., D, ..]{partial over axes} -> A[.., D_axes, ..] along `dim`. Sends (N-1)/N·n."""
+    wide = _wide(axes, layout)
+    return lax.psum_scatter(x, wide, scatter_dimension=dim, tiled=True) if wide else x
+
+
+def axis_index(axis: str, layout: Layout) -> jax.Array | int:
+    """This device's place along `axis`."""
+    return lax.axis_index(axis) if layout.size(axis) > 1 else 0

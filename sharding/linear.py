@@ -1,0 +1,294 @@
+"""Every multiplication by a weight, and every byte that it moves.
+
+`linear` owns the ZeRO-3 gather of the weight (arXiv 1910.02054), the tensor-parallel entrance and exit (Megatron:
+1909.08053, with sequence parallelism: 2205.05198), the dot and its biases, under one VJP whose residuals are the
+local input and the weight SHARD: a gathered weight or sequence is never saved. `lookup` is the same weight used as
+an embedding, `fused_linear` as an output layer whose full output never exists.
+
+Shapes: B sequences of this device, S tokens, D width of the residual stream, K contracted and N produced dims,
+V vocabulary, C chunks of T tokens. A weight is [*K, *N], cut over `fsdp` by ZeRO-3 and over `tensor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .collectives import all_gather, all_reduce, axis_index, reduce_scatter
+from .layout import Layout
+
+SEQUENCE = 1
+"""The dim of tokens in every activation [B, S, ...]."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one `linear` moves: the static half of its arguments."""
+
+    layout: Layout
+    axes: tuple[tuple[str, ...], ...]
+    enter: str | None
+    leave: str | None
+
+
+def linear(
+    x: jax.Array,
+    weights: nnx.Param | Sequence[nnx.Param],
+    layout: Layout,
+    *,
+    biases: Sequence[nnx.Param | None] = (),
+    enter: str | None = None,
+    leave: str | None = None,
+) -> Any:
+    """x [B, S, *K] times each of `weights` [*K, *N] -> [B, S, *N]: one array, or as many as weights.
+
+    enter="tensor", column parallel, one entrance for all weights:
+        x[B, S_{context,tensor}, D] ·_D W[D_fsdp, N_tensor] -> y[B, S_context, N_tensor]
+    leave="tensor", row parallel:
+        x[B, S_context, K_tensor] ·_K W[K_tensor, D_fsdp] -> y[B, S_{context,tensor}, D]
+    Over tensor, n the bytes of the whole sequence: the entrance gathers it, (N-1)/N·n, and the exit
+    reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers once more for
+    the weight's gradient. With `layout.sequence_parallel` off S is not cut over tensor: nothing moves at the
+    entrance, the exit all-reduces. Over fsdp each weight is gathered in x's dtype, forward and backward, and its
+    gradient reduce-scattered in f32. A bias is added after the exit, hence once.
+    """
+    several = not isinstance(weights, nnx.Param)
+    params = tuple(weights) if several else (weights,)
+    plan = _Plan(layout, tuple(param.axes for param in params), enter, leave)
+    ys = _linear(x, tuple(param[...] for param in params), plan)
+    if biases:
+        ys = tuple(
+            y if bias is None else _add_bias(y, bias, layout) for y, bias in zip(ys, biases, strict=True)
+        )
+    return ys if several else ys[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _linear(x: jax.Array, shards: tuple[jax.Array, ...], plan: _Plan) -> tuple[jax.Array, ...]:
+    layout = plan.layout
+    x = _enter(x, plan.enter, layout)
+    ys = []
+    for shard, axes in zip(shards, plan.axes, strict=True):
+        weight = own_heads(gather_weight(shard, axes, x.dtype, layout), axes, layout)
+        ys.append(_leave(_dot(x, weight), plan.leave, layout))
+    return tuple(ys)
+
+
+def _linear_forward(x, shards, plan):
+    return _linear(x, shards, plan), (x, shards)
+
+
+def _linear_backward(plan, residuals, dys):
+    x, shards = residuals
+    layout = plan.layout
+    whole, transpose_enter = jax.vjp(lambda x: _enter(x, plan.enter, layout), x)
+    dx, dshards = [], []
+    for shard, axes, dy in zip(shards, plan.axes, dys, strict=True):
+        gathered = gather_weight(shard, axes, x.dtype, layout)
+        weight = own_heads(gathered, axes, layout)
+        partial_sums = jax.eval_shape(_dot, whole, weight)
+        (dy,) = jax.linear_transpose(lambda y: _leave(y, plan.leave, layout), partial_sums)(dy)
+        dx.append(_dot_input(dy, weight))
+        f32 = jax.ShapeDtypeStruct(gathered.shape, jnp.float32)
+        transpose_heads = jax.linear_transpose(partial(own_heads, axes=axes, layout=layout), f32)
+        (dweight,) = transpose_heads(_dot_weight(whole, dy))
+        dshards.append(_scatter_gradient(dweight, axes, shard.dtype, layout))
+    (dx,) = transpose_enter(sum(dx).astype(x.dtype))
+    return dx, tuple(dshards)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def lookup(ids: jax.Array, table: nnx.Param, layout: Layout, dtype: Any) -> jax.Array:
+    """Rows of `table`[V_tensor, D_fsdp] for ids[B, S_context] -> x[B, S_{context,tensor}, D] in `dtype`.
+
+    Vocab parallel (1909.08053): a device gives zeros for rows it does not hold; the exit adds up. Moves what the
+    exit of a `linear` and the gather of a weight move; the table's gradient is reduce-scattered in f32.
+    """
+    return _lookup(ids, table[...], dtype, _Plan(layout, (table.axes,), None, "tensor"))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(ids: jax.Array, shard: jax.Array, dtype: Any, plan: _Plan) -> jax.Array:
+    table = gather_weight(shard, plan.axes[0], dtype, plan.layout)
+    row = local_rows(ids, table.shape[0], plan.layout)
+    rows = table.at[row].get(mode="fill", fill_value=0)
+    return _leave(rows, plan.leave, plan.layout)
+
+
+def _lookup_forward(ids, shard, dtype, plan):
+    return _lookup(ids, shard, dtype, plan), (ids, shard)
+
+
+def _lookup_backward(dtype, plan, residuals, dx):
+    ids, shard = residuals
+    table = jax.eval_shape(lambda shard: gather_weight(shard, plan.axes[0], dtype, plan.layout), shard)
+    rows = jax.ShapeDtypeStruct((*ids.shape, table.shape[1]), dx.dtype)
+    (drows,) = jax.linear_transpose(lambda y: _leave(y, plan.leave, plan.layout), rows)(dx)
+    row = local_rows(ids, table.shape[0], plan.layout)
+    dtable = jnp.zeros(table.shape, jnp.float32).at[row].add(drows.astype(jnp.float32), mode="drop")
+    return None, _scatter_gradient(dtable, plan.axes[0], shard.dtype, plan.layout)
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+Consume = Callable[..., tuple[jax.Array, jax.Array, Any]]
+
+
+def fused_linear(
+    x: jax.Array, table: nnx.Param, rows: Any, layout: Layout, consume: Consume, chunk: int
+) -> tuple[jax.Array, Any]:
+    """Multiply x[B, S_{context,tensor}, D] by `table`[V_tensor, D_fsdp], `chunk` tokens at a time, and add up what
+    `consume` makes of the products, so that no more than [chunk, V_tensor] of them ever exist.
+
+    `consume(y, rows)` gets y[T, V_tensor] in f32 and the T rows of every leaf of `rows` ([B, S_context, ...]; zeros
+    pad the last chunk); it returns this device's share of the loss, the derivative of the sum of all devices' shares
+    by y, [T, V_tensor], and a pytree of scalars to add up. The gradients of x and table are formed in the same
+    forward sweep: no product is computed twice. Returns the share, differentiable, and the sums, which are not.
+    Moves what the entrance of a `linear` moves.
+    """
+    plan = _Plan(layout, (table.axes,), "tensor", None)
+    return _fused(x, table[...], rows, plan, consume, chunk)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _fused(x, shard, rows, plan, consume, chunk):
+    share, sums, _ = _sweep(x, shard, rows, plan, consume, chunk, gradients=False)
+    return share, sums
+
+
+def _fused_forward(x, shard, rows, plan, consume, chunk):
+    share, sums, gradients = _sweep(x, shard, rows, plan, consume, chunk, gradients=True)
+    return (share, sums), gradients
+
+
+def _fused_backward(plan, consume, chunk, gradients, cotangents):
+    dshare, _ = cotangents
+    dx, dshard = (gradient * dshare.astype(gradient.dtype) for gradient in gradients)
+    return dx, dshard, None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
+    """Share, sums and, where asked for, (dx, dshard) with the layouts of x and shard."""
+    layout, axes = plan.layout, plan.axes[0]
+    table = gather_weight(shard, axes, x.dtype, layout)
+    whole, transpose_enter = jax.vjp(lambda x: _enter(x, plan.enter, layout), x)
+
+    def one_chunk(dtable, piece):
+        x, rows = piece
+        y = lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        share, dy, sums = consume(y, rows)
+        if not gradients:
+            return dtable, (share, sums, None)
+        dy = dy.astype(x.dtype)
+        dtable += lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return dtable, (share, sums, dy @ table)
+
+    tokens = whole.shape[0] * whole.shape[1]
+    chunk = min(chunk, tokens)
+    padding = -tokens % chunk
+
+    def cut(a):  # [B, S, ...] -> [C, T, ...]
+        a = a.reshape(tokens, *a.shape[2:])
+        a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(-1, chunk, *a.shape[1:])
+
+    dtable = jnp.zeros(table.shape, jnp.float32) if gradients else None
+    dtable, (share, sums, dx) = lax.scan(one_chunk, dtable, jax.tree.map(cut, (whole, rows)))
+    share, sums = jax.tree.map(lambda a: a.sum(axis=0), (share, sums))
+    if not gradients:
+        return share, sums, None
+    (dx,) = transpose_enter(dx.reshape(-1, dx.shape[-1])[:tokens].reshape(whole.shape))
+    return share, sums, (dx, _scatter_gradient(dtable, axes, shard.dtype, layout))
+
+
+def gather_weight(shard: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout) -> jax.Array:
+    """W[D_fsdp, N_tensor] -> W[D, N_tensor] in `dtype`, cast before it travels."""
+    weight = shard.astype(dtype)
+    for dim, name in enumerate(axes):
+        weight = all_gather(weight, layout.gathered(name), dim, layout)
+    return weight
+
+
+def _scatter_gradient(dweight: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout) -> jax.Array:
+    """dW[D, N_tensor]{partial over fsdp} in f32 -> dW[D_fsdp, N_tensor] in the shard's dtype."""
+    for dim, name in enumerate(axes):
+        dweight = reduce_scatter(dweight, layout.gathered(name), dim, layout)
+    return dweight.astype(dtype)
+
+
+def own_heads(weight: jax.Array, axes: Sequence[str], layout: Layout) -> jax.Array:
+    """The kv heads this tensor rank works with, of a weight or bias that holds all of them.
+
+    With fewer kv heads than tensor shards (or an indivisible number) the parameter is replicated over tensor;
+    each rank takes the heads that its query heads share, and its gradient for the others is zero.
+    """
+    if "kv_heads" not in axes or layout.axes("kv_heads"):
+        return weight
+    dim, copies = list(axes).index("kv_heads"), layout.resolved.kv_copies
+    mine = copies // layout.size("tensor")
+    head = (axis_index("tensor", layout) * mine + jnp.arange(mine)) * weight.shape[dim] // copies
+    return jnp.take(weight, head, axis=dim, mode="clip")
+
+
+def _add_bias(y: jax.Array, bias: nnx.Param, layout: Layout) -> jax.Array:
+    """y[B, S, *N] + bias[*N], added, and its gradient summed, in f32."""
+    own = own_heads(bias[...], bias.axes, layout)
+    return (y.astype(jnp.float32) + own.reshape(1, 1, *own.shape)).astype(y.dtype)
+
+
+def local_rows(ids: jax.Array, rows: int, layout: Layout) -> jax.Array:
+    """Token ids as row numbers of this device's part of a vocabulary table; `rows`, one past it, if not there."""
+    row = ids - axis_index("tensor", layout) * rows
+    return jnp.where((row >= 0) & (row < rows), row, rows)
+
+
+def _enter(x: jax.Array, axis: str | None, layout: Layout) -> jax.Array:
+    """x[B, S_{context,tensor}, D] -> x[B, S_context, D] with sequence parallelism; else x is whole already."""
+    return all_gather(x, axis, SEQUENCE, layout) if axis and layout.sequence_parallel else x
+
+
+def _leave(y: jax.Array, axis: str | None, layout: Layout) -> jax.Array:
+    """y[B, S_context, D]{partial over tensor} -> y[B, S_{context,tensor}, D], or y[B, S_context, D] without."""
+    if not axis:
+        return y
+    return (
+        reduce_scatter(y, axis, SEQUENCE, layout) if layout.sequence_parallel else all_reduce(y, axis, layout)
+    )
+
+
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x[B, S, *K] ·_K w[*K, *N] -> y[B, S, *N]. Flat operands: CPU and TPU alike multiply matrices best."""
+    k = math.prod(x.shape[2:])
+    y = x.reshape(-1, k) @ weight.reshape(k, -1)
+    return y.reshape(*x.shape[:2], *weight.shape[x.ndim - 2 :])
+
+
+def _dot_input(dy: jax.Array, weight: jax.Array) -> jax.Array:
+    """dy[B, S, *N] ·_N w[*K, *N] -> dx[B, S, *K] in f32."""
+    n = math.prod(dy.shape[2:])
+    dims = (((1,), (1,)), ((), ()))
+    dx = lax.dot_general(dy.reshape(-1, n), weight.reshape(-1, n), dims, preferred_element_type=jnp.float32)
+    return dx.reshape(*dy.shape[:2], *weight.shape[: weight.ndim - dy.ndim + 2])
+
+
+def _dot_weight(x: jax.Array, dy: jax.Array) -> jax.Array:
+    """x[B, S, *K] ·_{B,S} dy[B, S, *N] -> dw[*K, *N] in f32."""
+    tokens = x.shape[0] * x.shape[1]
+    dims = (((0,), (0,)), ((), ()))
+    dw = lax.dot_general(
+        x.reshape(tokens, -1), dy.reshape(tokens, -1), dims, preferred_element_type=jnp.float32
+    )
+    return dw.reshape(*x.shape[2:], *dy.shape[2:])

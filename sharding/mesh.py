@@ -1,0 +1,62 @@
+"""Devices and the named mesh over them: simulation on CPU, sizes from config, hybrid meshes across slices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from .config import MESH_AXES, MeshConfig
+from .rules import mesh_sizes
+
+
+def simulate_devices(count: int) -> None:
+    """Make the CPU look like `count` devices, which JAX then reports.
+
+    Call it before anything asks JAX for devices: in a notebook, right after the import. Raises ValueError with the
+    reason if JAX has started already with other devices in this process.
+    """
+    # JAX refuses the second setting once its backend is up; that is fine where it is up with the same devices
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    found, platform = jax.device_count(), jax.default_backend()
+    if (found, platform) != (count, "cpu"):
+        raise ValueError(
+            f"device.cpu_devices={count}: JAX has already started in this process with {found} {platform} "
+            f"device{'s' * (found > 1)}; simulate before first use, or restart"
+        )
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of `config` over `devices` (default: all), every axis of MESH_AXES present, all of type Auto.
+
+    With `mesh.dcn`, an axis of size a with dcn d has d slices (hosts, where devices belong to no slice) as its slow,
+    outer part and a/d devices inside each. Raises ValueError when the sizes do not multiply to the device count or
+    dcn does not multiply to the number of slices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(config, len(devices))
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    if not config.dcn:
+        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=types, devices=devices)
+    outer = {axis: config.dcn.get(axis, 1) for axis in MESH_AXES}
+    for axis, slices in outer.items():
+        if sizes[axis] % slices:
+            raise ValueError(f"mesh.dcn.{axis}={slices} does not divide mesh.{axis}={sizes[axis]}")
+    by_host = len({getattr(device, "slice_index", None) for device in devices}) == 1
+    try:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            [sizes[axis] // outer[axis] for axis in MESH_AXES],
+            list(outer.values()),
+            devices,
+            process_is_granule=by_host,
+            should_sort_granules_by_key=True,
+        )
+    except ValueError as error:
+        raise ValueError(f"mesh.dcn={config.dcn}: {error}") from None
+    return Mesh(grid, MESH_AXES, axis_types=types)

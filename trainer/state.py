@@ -1,0 +1,62 @@
+"""State: everything that a run carries from one step to the next, as one pytree; and where its leaves live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..models.transformer import Transformer
+from ..sharding.layout import Layout, specs
+from .config import Config
+from .optimizer import make_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """step: completed updates, int32. position: rows consumed from the epoch stream, int32.
+    params: f32 masters. opt: the optimizer's moments.
+    """
+
+    step: jax.Array
+    position: jax.Array
+    params: Transformer
+    opt: Any
+
+    def next(self, params: Transformer, opt: Any, rows: int) -> State:
+        """After an update that consumed `rows` rows."""
+        return replace(self, step=self.step + 1, position=self.position + rows, params=params, opt=opt)
+
+
+def init_state(config: Config, layout: Layout) -> State:
+    """The first state, made on the mesh in one jit with the shardings it will keep."""
+    shardings = state_shardings(abstract_state(config), layout)
+    return jax.jit(lambda: _init(config), out_shardings=shardings)()
+
+
+def abstract_state(config: Config) -> State:
+    """Shapes and dtypes of the state, without a device."""
+    return jax.eval_shape(lambda: _init(config))
+
+
+def _init(config: Config) -> State:
+    params = Transformer(config.model, jax.random.key(config.run.seed))
+    zero = jnp.zeros((), jnp.int32)
+    return State(zero, zero, params, make_optimizer(config.optimizer).init(params))
+
+
+def state_specs(state: State, layout: Layout) -> State:
+    """Optimizer moments follow their parameter's logical axes; counters are replicated."""
+    return State(
+        step=specs(state.step, layout.state_spec),
+        position=specs(state.position, layout.state_spec),
+        params=specs(state.params, layout.param_spec),
+        opt=specs(state.opt, layout.state_spec),
+    )
+
+
+def state_shardings(state: State, layout: Layout) -> State:
+    return jax.tree.map(layout.sharding, state_specs(state, layout))

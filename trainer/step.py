@@ -1,0 +1,154 @@
+"""One optimizer step, top to bottom: the shard_map that holds forward and backward, then clip and update in plain jit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ..models.batch import Batch
+from ..models.transformer import Transformer, blocks, embed, head_share
+from ..models.vocab import Loss
+from ..sharding.collectives import all_reduce
+from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients, scatter_gradients
+from ..sharding.layout import Layout, specs
+from .config import Config
+from .optimizer import learning_rate, make_optimizer
+from .state import State, abstract_state, state_shardings
+
+COMPUTE = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def make_train_step(config: Config, layout: Layout):
+    """The jitted step (state, batch) -> (state, metrics): state donated, shardings pinned in and out.
+
+    metrics are f32 scalars: `loss` (mean nll in nats over the batch's valid targets), `grad_norm` (before clipping),
+    `lr`, `tokens` (valid targets), and auxiliary losses under their own names.
+    """
+    optimizer = make_optimizer(config.optimizer)
+    schedule = learning_rate(config.optimizer, config.train.steps)
+    state = abstract_state(config)
+    gradients = shard_loss_and_grads(config, layout, state.params)
+
+    def train_step(state: State, batch: Batch):
+        metrics, grads = gradients(state.params, batch)
+        with jax.named_scope("optimizer"):
+            grads, norm = clip(grads, config.optimizer.clip)
+            updates, opt = optimizer.update(grads, state.opt, state.params)
+            lr = schedule(state.step)
+            params = jax.tree.map(lambda p, update: p - lr * update, state.params, updates)
+        metrics |= {"grad_norm": norm, "lr": lr}
+        return state.next(params, opt, rows=config.train.batch_size), metrics
+
+    shardings = state_shardings(state, layout)
+    return jax.jit(
+        train_step,
+        in_shardings=(shardings, layout.sharding(layout.batch_spec())),
+        out_shardings=(shardings, layout.sharding(P())),
+        donate_argnums=0,
+    )
+
+
+def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
+    """Scale all gradients so that their global norm is at most `limit`; returns them and the norm before."""
+    norm = optax.global_norm(grads)
+    if limit is None:
+        return grads, norm
+    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+    return jax.tree.map(lambda grad: grad * scale, grads), norm
+
+
+def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
+    """(params, batch) -> (metrics, gradients) as one shard_map over the whole mesh; params only for their structure."""
+    in_specs = specs(params, layout.param_spec)
+    out_specs = specs(params, layout.state_spec)
+    return jax.shard_map(
+        partial(loss_and_grads, config=config, layout=layout),
+        mesh=layout.mesh,
+        in_specs=(in_specs, layout.batch_spec()),
+        out_specs=(P(), out_specs),
+        check_vma=False,
+    )
+
+
+def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout: Layout):
+    """Local: this device's part of the batch [G, B, S] through the one-stage schedule, micro-batch by micro-batch.
+
+    Weights are divided by the number of valid targets of the GLOBAL batch first; after that every sum over
+    micro-batches and devices is a mean over targets, whatever their distribution. Gradients are f32.
+    """
+    in_specs = specs(params, layout.param_spec)
+    accumulator_specs = specs(params, layout.accumulator_spec)
+    out_specs = specs(params, layout.state_spec)
+
+    tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
+    batch = replace(batch, weights=batch.weights / jnp.maximum(tokens, 1.0))
+    loss = Loss(
+        vocab_size=config.model.vocab_size,
+        z_loss=config.train.z_loss,
+        label_smoothing=config.train.label_smoothing,
+        softcap=config.model.logit_softcap,
+    )
+
+
+    def share(params: Transformer, microbatch: Batch):
+        return forward_share(params, microbatch, config, layout, loss)
+
+    def one_microbatch(microbatch: Batch):
+        grads, sums = jax.grad(share, has_aux=True)(params, microbatch)
+        return scatter_gradients(grads, in_specs, accumulator_specs, layout), sums
+
+    def accumulate(total, microbatch: Batch):
+        return jax.tree.map(jnp.add, total, one_microbatch(microbatch)), None
+
+    one = jax.eval_shape(one_microbatch, jax.tree.map(lambda a: a[0], batch))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
+    (grads, sums), _ = lax.scan(accumulate, zeros, batch)
+
+    grads = reduce_gradients(grads, accumulator_specs, out_specs, layout)
+    sums = all_reduce(sums, _all_axes(layout), layout)
+    return sums | {"tokens": tokens}, grads
+
+
+def forward_share(params: Transformer, batch: Batch, config: Config, layout: Layout, loss: Loss):
+    """Local: one micro-batch [B, S] through the model -> this device's share of the loss and of the logged sums."""
+    x = embed(params, batch, layout, COMPUTE[config.precision.compute])
+    x = blocks(params, x, batch, layout, config.model, config.remat.policy)
+    return head_share(params, x, batch, layout, config.model, loss)
+
+
+def make_eval_step(config: Config, layout: Layout):
+    """The jitted (params, batch) -> (summed nll in nats, number of targets) over a global batch [1, B, S]."""
+    params = abstract_state(config).params
+    loss = Loss(config.model.vocab_size, softcap=config.model.logit_softcap)
+
+    def sums(params: Transformer, batch: Batch):
+        _, sums = forward_share(params, jax.tree.map(lambda a: a[0], batch), config, layout, loss)
+        tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
+        return all_reduce(sums["loss"], _all_axes(layout), layout), tokens
+
+    return jax.jit(
+        jax.shard_map(
+            sums,
+            mesh=layout.mesh,
+            in_specs=(specs(params, layout.param_spec), layout.batch_spec()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+
+
+def _batch_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes over which devices see different targets."""
+    return (*layout.axes("batch"), "context")
+
+
+def _all_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes over which shares add up: all but those that train apart."""
+    return tuple(axis for axis in layout.mesh.axis_names if axis not in UNREDUCED_AXES)

@@ -4,35 +4,53 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid", strict=True)
-
-Positive = Annotated[int, Field(gt=0)]
+from ..sharding.config import STRICT
+from ..sharding.rules import Dim
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    vocab_size: Annotated[int, Field(gt=0, description="tokens the tokenizer knows, end-of-text included")] = 257
+    vocab_size: Annotated[
+        int, Field(gt=0, description="tokens the tokenizer knows, end-of-text included")
+    ] = 257
     vocab_multiple: Annotated[
-        int, Field(gt=0, description="stored vocabulary is padded up to a multiple of this, whatever the mesh")
+        int,
+        Field(
+            gt=0,
+            description="stored vocabulary is padded up to a multiple of this, whatever the mesh",
+        ),
     ] = 128
     layers: Annotated[int, Field(gt=0, description="decoder blocks")] = 3
     d_model: Annotated[int, Field(gt=0, description="width of the residual stream")] = 64
     heads: Annotated[int, Field(gt=0, description="query heads")] = 4
-    kv_heads: Annotated[int | None, Field(gt=0, description="key and value heads; null: as many as heads")] = None
-    head_dim: Annotated[int | None, Field(gt=0, description="width of a head; null: d_model / heads")] = None
+    kv_heads: Annotated[
+        int | None, Field(gt=0, description="key and value heads; null: as many as heads")
+    ] = None
+    head_dim: Annotated[
+        int | None, Field(gt=0, description="width of a head; null: d_model / heads")
+    ] = None
     d_ff: Annotated[int, Field(gt=0, description="hidden width of the SwiGLU MLP")] = 192
     bias: Annotated[
         Literal["none", "qkv", "all"], Field(description="which projections carry biases")
     ] = "none"
-    qk_norm: Annotated[bool, Field(description="RMSNorm on queries and keys per head, before RoPE")] = False
-    tie_embeddings: Annotated[bool, Field(description="one table for embedding and unembedding")] = False
-    rope_theta: Annotated[float, Field(gt=0, description="base of the rotary frequencies")] = 10_000.0
-    norm_eps: Annotated[float, Field(gt=0, description="added to the mean square inside RMSNorm")] = 1e-5
+    qk_norm: Annotated[
+        bool, Field(description="RMSNorm on queries and keys per head, before RoPE")
+    ] = False
+    tie_embeddings: Annotated[
+        bool, Field(description="one table for embedding and unembedding")
+    ] = False
+    rope_theta: Annotated[float, Field(gt=0, description="base of the rotary frequencies")] = (
+        10_000.0
+    )
+    norm_eps: Annotated[
+        float, Field(gt=0, description="added to the mean square inside RMSNorm")
+    ] = 1e-5
     window: Annotated[
-        int | None, Field(gt=0, description="tokens a query sees, itself included; null: all before it")
+        int | None,
+        Field(gt=0, description="tokens a query sees, itself included; null: all before it"),
     ] = None
     attention_softcap: Annotated[
         float | None, Field(gt=0, description="scores become c·tanh(score/c); null: off")
@@ -41,7 +59,8 @@ class ModelConfig:
         float | None, Field(gt=0, description="logits become c·tanh(logit/c); null: off")
     ] = None
     init_std: Annotated[
-        float | None, Field(gt=0, description="standard deviation of matrices at init; null: 1/sqrt(fan in)")
+        float | None,
+        Field(gt=0, description="standard deviation of matrices at init; null: 1/sqrt(fan in)"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -69,3 +88,13 @@ class ModelConfig:
     def padded_vocab(self) -> int:
         """Rows of the stored tables: vocab_size rounded up to vocab_multiple."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def dims(self) -> list[Dim]:
+        """The sizes a mesh must divide."""
+        return [
+            Dim("vocab", self.padded_vocab, "model.vocab_size, padded to model.vocab_multiple,"),
+            Dim("embed", self.d_model, "model.d_model"),
+            Dim("heads", self.heads, "model.heads"),
+            Dim("kv_heads", self.num_kv_heads, "model.kv_heads"),
+            Dim("mlp", self.d_ff, "model.d_ff"),
+        ]

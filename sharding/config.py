@@ -1,9 +1,11 @@
-"""Config sections `mesh` and `layout`: how devices are named and what is laid over them. No JAX here."""
+"""Config sections `mesh` and `layout`: how devices are named and what is laid over them. No JAX
+here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -12,9 +14,11 @@ MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
 """Every mesh has these axes, slowest link first."""
 
 NOT_BUILT_AXES = ("replica", "pipe", "expert", "context")
-"""Axes that exist in every mesh but whose systems are not written yet: sizes above 1 are refused."""
+"""Axes that exist in every mesh but whose systems are not written yet: sizes above 1 are refused.
+"""
 
-STRICT = ConfigDict(extra="forbid", strict=True)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""What every section is: no unknown key, no value of another type, no number that is none."""
 
 AxisSize = Annotated[int, Field(description="devices along this axis; -1 takes what is left")]
 
@@ -30,26 +34,36 @@ class MeshConfig:
     tensor: AxisSize = 1
     dcn: Annotated[
         dict[str, int],
-        Field(description="mesh axis -> slices or hosts it spans over the slow network; the rest is inside one"),
+        Field(
+            description="mesh axis -> slices (or hosts) it spans; its other devices are inside one"
+        ),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = self.sizes()
         for axis, size in sizes.items():
             if size == 0 or size < -1:
-                raise ValueError(f"mesh.{axis}={size}: write a positive size, or -1 for what is left")
+                raise ValueError(
+                    f"mesh.{axis}={size}: write a positive size, or -1 for what is left"
+                )
             if axis in NOT_BUILT_AXES and size != 1:
-                raise ValueError(f"mesh.{axis}={size}: the {axis} axis is not built yet; write mesh.{axis}=1")
+                raise ValueError(
+                    f"mesh.{axis}={size}: the {axis} axis is not built yet; write mesh.{axis}=1"
+                )
         if list(sizes.values()).count(-1) > 1:
             free = " and ".join(f"mesh.{axis}" for axis, size in sizes.items() if size == -1)
             raise ValueError(f"{free} are both -1: only one axis may take what is left")
         for axis, slices in self.dcn.items():
             if axis not in MESH_AXES:
-                raise ValueError(f"mesh.dcn.{axis}: no such axis; the axes are {', '.join(MESH_AXES)}")
+                raise ValueError(
+                    f"mesh.dcn.{axis}: no such axis; the axes are {', '.join(MESH_AXES)}"
+                )
             if slices < 1:
                 raise ValueError(f"mesh.dcn.{axis}={slices}: write a positive number of slices")
             if sizes[axis] > 0 and sizes[axis] % slices:
-                raise ValueError(f"mesh.dcn.{axis}={slices} does not divide mesh.{axis}={sizes[axis]}")
+                raise ValueError(
+                    f"mesh.dcn.{axis}={slices} does not divide mesh.{axis}={sizes[axis]}"
+                )
 
     def sizes(self) -> dict[str, int]:
         """Axis name -> size as written, in the order of MESH_AXES."""
@@ -59,16 +73,19 @@ class MeshConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LayoutConfig:
     zero: Annotated[
-        Literal[0, 1, 2, 3],
+        int,
         Field(
-            description="what is sharded over fsdp: 0 nothing, 1 optimizer state, 2 also gradient accumulators, "
-            "3 also parameters"
+            ge=0,
+            le=3,
+            description="sharded over fsdp: 0 nothing, 1 optimizer state, 2 also gradient "
+            "accumulators, 3 also parameters",
         ),
     ] = 3
     sequence_parallel: Annotated[
-        bool, Field(description="shard activations over tensor along the sequence between matmul pairs")
+        bool,
+        Field(description="shard activations over tensor along the sequence between matmul pairs"),
     ] = True
     rules: Annotated[
         dict[str, list[str]],
-        Field(description="logical axis -> mesh axes, replacing a row of the table in sharding/layout.py"),
+        Field(description="logical axis -> mesh axes, replacing a row of sharding/rules.py"),
     ] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Presets: YAML files, data only. `meshwright train NAME` reads NAME.yaml."""

@@ -1,0 +1,1 @@
+"""Time: config, data, state, step, loop, disk and the command line."""

@@ -1,0 +1,130 @@
+"""The `meshwright` command. A config is checked before JAX is imported: mistakes answer at once.
+
+Exit codes: 0 done; 1 `verify` found a mismatch, or a bug (with its traceback); 2 the config or the
+input is wrong (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from .config import Config
+from .load import ConfigError, describe, load, presets, schema
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parse(arguments)
+    try:
+        return options.command(options)
+    except ValueError as error:
+        if not _is_ours(error):
+            raise
+        print(f"meshwright: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _start(load(options.config, *options.overrides))
+    from .loop import train
+
+    train(config)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    written = Path(options.run, "config.yaml")
+    if not written.is_file():
+        raise ConfigError(f"{written} does not exist; RUN is a folder that meshwright train wrote")
+    _start(load(written, *options.overrides))
+    from .evaluate import evaluate_run
+
+    print(evaluate_run(options.run, options.overrides))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    config = _start(load(options.config, *options.overrides))
+    from .verify import verify
+
+    return 0 if verify(config, options.layouts) else 1
+
+
+def _config(options: argparse.Namespace) -> int:
+    if options.schema:
+        print(json.dumps(schema(), indent=2))
+    elif options.config:
+        print(describe(load(options.config, *options.overrides)), end="")
+    else:
+        raise ConfigError("config needs a preset or a YAML file, or --schema")
+    return 0
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    config = load(options.config, *options.overrides)
+    from .data.store import build_store, describe_store, open_store
+
+    print(describe_store(open_store(build_store(config))))
+    return 0
+
+
+def _start(config: Config) -> Config:
+    """Start JAX on the devices of a config that is known to be good."""
+    from .device import prepare_devices
+
+    prepare_devices(config.device)
+    return config
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="meshwright",
+        description="Train language models with JAX on any device mesh, with the same numbers in "
+        "every layout.",
+        epilog=f"CONFIG is a preset ({', '.join(presets())}) or a YAML file; key=value overrides "
+        "it: meshwright train tiny mesh.tensor=4 mesh.fsdp=1 train.steps=50",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"meshwright {version('meshwright')}"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(
+        run: Callable[[argparse.Namespace], int],
+        summary: str,
+        operand: str = "config",
+        nargs: str | None = None,
+    ) -> argparse.ArgumentParser:
+        name = run.__name__.removeprefix("_")
+        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.add_argument(operand, metavar=operand.upper(), nargs=nargs)
+        added.add_argument("overrides", metavar="key=value", nargs="*")
+        added.set_defaults(command=run)
+        return added
+
+    command(_train, "train a model; its run folder is run.dir/run.name")
+    command(_eval, "loss of a finished run on its whole held-out set", "run")
+    verify = command(_verify, "compare loss and gradients of every layout with one device")
+    verify.add_argument("--layouts", metavar="FILE", help="the layouts to compare, in YAML")
+    config = command(_config, "print the resolved config with each field's meaning", nargs="?")
+    config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
+    command(_tokenize, "write the token store that training reads")
+
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positionals in one run; overrides may also follow an option
+    if unknown := [word for word in rest if word.startswith("-")]:
+        parser.error(f"no such option: {' '.join(unknown)}")
+    options.overrides += rest
+    return options
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether this package raised it, for the user to read; out of a library it is a bug."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith(__name__.partition(".")[0] + ".")

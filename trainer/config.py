@@ -1,0 +1,264 @@
+"""The config tree: every section in one frozen, typed value. No JAX here; see also `load.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ..models.config import ModelConfig
+from ..sharding.config import STRICT, LayoutConfig, MeshConfig
+from ..sharding.rules import Dim, mesh_sizes, resolve
+
+SMALLEST_VOCABULARY = 257
+"""Every tokenizer knows the 256 bytes and end-of-text."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    name: Annotated[
+        str, Field(min_length=1, description="name of the run and of its folder in run.dir")
+    ] = "run"
+    dir: Annotated[str, Field(description="folder that holds run folders")] = "runs"
+    seed: Annotated[
+        int, Field(ge=0, lt=2**32, description="seed of initialisation and of the data order")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if self.name in (".", "..") or set(self.name) & set("/\\"):
+            raise ValueError(
+                f"run.name={self.name}: should be a name, not a path; run.dir is the path"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig:
+    steps: Annotated[int, Field(gt=0, description="optimizer updates")] = 400
+    batch_size: Annotated[
+        int, Field(gt=0, description="sequences per update, over the whole mesh")
+    ] = 32
+    seq_len: Annotated[int, Field(gt=0, description="tokens per row")] = 128
+    microbatches: Annotated[int, Field(gt=0, description="pieces a batch is accumulated over")] = 1
+    eval_every: Annotated[
+        int, Field(ge=0, description="updates between evaluations; 0: only at the end")
+    ] = 0
+    eval_batch_size: Annotated[
+        int | None,
+        Field(gt=0, description="sequences per evaluation batch; null: train.batch_size"),
+    ] = None
+    z_loss: Annotated[
+        float, Field(ge=0, description="weight of the mean squared log-partition")
+    ] = 0.0
+    label_smoothing: Annotated[
+        float, Field(ge=0, lt=1, description="probability mass spread over the whole vocabulary")
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.microbatches:
+            raise ValueError(
+                f"train.batch_size={self.batch_size} is not a multiple of "
+                f"train.microbatches={self.microbatches}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PrecisionConfig:
+    compute: Annotated[
+        Literal["f32", "bf16"],
+        Field(
+            description="dtype of activations and matmul operands; masters, norms, softmax, loss "
+            "and gradients are f32"
+        ),
+    ] = "f32"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RematConfig:
+    policy: Annotated[
+        Literal["none", "full"],
+        Field(description="none keeps activations; full recomputes each block"),
+    ] = "none"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    name: Annotated[Literal["adamw", "sgd"], Field(description="update rule")] = "adamw"
+    lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 1e-3
+    schedule: Annotated[
+        Literal["cosine", "linear", "wsd", "constant"],
+        Field(description="shape of the rate after warm-up"),
+    ] = "cosine"
+    warmup: Annotated[int, Field(ge=0, description="updates of linear warm-up")] = 0
+    cooldown: Annotated[
+        int | None,
+        Field(gt=0, description="updates of the final decay of wsd; null: a fifth of train.steps"),
+    ] = None
+    final_ratio: Annotated[
+        float, Field(ge=0, le=1, description="last learning rate as a share of the peak")
+    ] = 0.1
+    weight_decay: Annotated[
+        float, Field(ge=0, description="decoupled decay per unit of learning rate")
+    ] = 0.1
+    decay: Annotated[
+        list[Literal["embedding", "matrix", "norm", "bias"]],
+        Field(description="roles of the parameters that decay"),
+    ] = field(default_factory=lambda: ["embedding", "matrix"])
+    b1: Annotated[float, Field(ge=0, lt=1, description="adamw: decay of the first moment")] = 0.9
+    b2: Annotated[float, Field(ge=0, lt=1, description="adamw: decay of the second moment")] = 0.95
+    eps: Annotated[
+        float, Field(gt=0, description="adamw: added to the root of the second moment")
+    ] = 1e-8
+    momentum: Annotated[
+        float, Field(ge=0, lt=1, description="sgd: heavy-ball momentum; 0: none")
+    ] = 0.0
+    clip: Annotated[
+        float | None, Field(gt=0, description="largest global gradient norm; null: no clipping")
+    ] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    source: Annotated[
+        Literal["stdlib", "text", "jsonl", "store"],
+        Field(
+            description="stdlib: the sources of Python's own library; text, jsonl: files of "
+            "data.paths; store: an existing token store at data.store"
+        ),
+    ] = "stdlib"
+    paths: Annotated[
+        list[str], Field(description="files or globs, ** allowed, for text and jsonl")
+    ] = field(default_factory=list)
+    field: Annotated[str, Field(description="jsonl: the key that holds a document's text")] = "text"
+    tokenizer: Annotated[
+        Literal["byte", "bpe"],
+        Field(
+            description="byte: 256 bytes and end-of-text; bpe: trained on the training "
+            "documents to model.vocab_size"
+        ),
+    ] = "byte"
+    holdout: Annotated[
+        float,
+        Field(
+            gt=0, lt=1, description="share of documents held out, chosen by a hash of their name"
+        ),
+    ] = 0.02
+    store: Annotated[
+        str | None,
+        Field(
+            description="folder of the token store; null: the user's cache, keyed by "
+            "source and tokenizer"
+        ),
+    ] = None
+    prefetch: Annotated[int, Field(ge=0, description="batches prepared ahead")] = 2
+
+    def __post_init__(self) -> None:
+        if self.source in ("text", "jsonl") and not self.paths:
+            raise ValueError(f"data.paths=[]: data.source={self.source} needs files or globs")
+        if self.source in ("stdlib", "store") and self.paths:
+            raise ValueError(
+                f"data.paths=[{', '.join(self.paths)}] is not read by data.source={self.source}; "
+                f"write data.source=text or data.source=jsonl"
+            )
+        if self.source == "store" and self.store is None:
+            raise ValueError("data.store=null: data.source=store needs the folder of a token store")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    every: Annotated[
+        int, Field(ge=0, description="updates between checkpoints; 0: only at the end")
+    ] = 0
+    keep: Annotated[int, Field(gt=0, description="newest checkpoints kept")] = 1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LogConfig:
+    every: Annotated[int, Field(gt=0, description="updates between plain console lines")] = 10
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DeviceConfig:
+    platform: Annotated[
+        Literal["cpu", "gpu", "tpu"] | None, Field(description="accelerator; null: what JAX finds")
+    ] = None
+    cpu_devices: Annotated[
+        int | None,
+        Field(gt=0, description="simulate this many devices on the CPU; null: do not simulate"),
+    ] = None
+    compile_cache: Annotated[
+        str | None,
+        Field(
+            description="folder of XLA's persistent cache; 'auto': the user's cache folder; "
+            "null: off"
+        ),
+    ] = "auto"
+    peak_flops: Annotated[
+        float | None,
+        Field(gt=0, description="peak FLOP/s of one device for MFU; null: by device kind"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.cpu_devices is not None and self.platform not in (None, "cpu"):
+            raise ValueError(
+                f"device.cpu_devices={self.cpu_devices} simulates CPU devices, but device.platform="
+                f"{self.platform}; write device.cpu_devices=null or device.platform=cpu"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    def __post_init__(self) -> None:
+        """What sections must agree on; what needs the real devices is checked when JAX is up."""
+        train, optimizer, data = self.train, self.optimizer, self.data
+        devices = self.device.cpu_devices
+        if devices is None and -1 not in self.mesh.sizes().values():
+            devices = math.prod(self.mesh.sizes().values())
+        if devices is not None:
+            try:
+                sizes = mesh_sizes(self.mesh, devices)
+            except ValueError as error:
+                raise ValueError(f"{error} (device.cpu_devices={devices})") from None
+            resolve(self.layout, sizes, self.dims())
+        cooldown = optimizer.cooldown or train.steps // 5
+        if optimizer.schedule == "wsd" and optimizer.warmup + cooldown > train.steps:
+            raise ValueError(
+                f"optimizer.warmup={optimizer.warmup} and optimizer.cooldown={cooldown} "
+                f"are together longer than train.steps={train.steps}"
+            )
+        if data.source != "store" and self.model.vocab_size < SMALLEST_VOCABULARY:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size}: data.tokenizer={data.tokenizer} "
+                f"needs at least {SMALLEST_VOCABULARY}, 256 bytes and end-of-text"
+            )
+
+    def dims(self) -> list[Dim]:
+        """All sizes the mesh must divide: the model's, and those of the batches it is fed."""
+        train = self.train
+        dims = [
+            *self.model.dims(),
+            Dim("seq", train.seq_len, "train.seq_len"),
+            Dim(
+                "batch",
+                train.batch_size // train.microbatches,
+                "train.batch_size / train.microbatches",
+            ),
+        ]
+        if train.eval_batch_size is not None:
+            dims.append(Dim("batch", train.eval_batch_size, "train.eval_batch_size"))
+        return dims

@@ -1,0 +1,172 @@
+import threading
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.trainer.data.loader import batch_at, eval_batches, prefetch, train_rows
+from meshwright.trainer.data.order import permute
+from meshwright.trainer.data.rows import row_count, rows_at
+
+SEQ_LEN = 8
+MESHES = [
+    ((8, 1, 1), P(None, ("data", "fsdp"))),
+    ((1, 1, 8), P(None, ("data", "fsdp"))),
+    ((2, 2, 2), P(None, ("data", "fsdp"))),
+    ((2, 2, 2), P(None, ("fsdp", "data"))),
+    ((2, 1, 4), P(None, "data", "tensor")),
+    ((2, 2, 2), P()),
+]
+
+
+def sharding(sizes=(2, 2, 2), spec=MESHES[0][1]):
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return NamedSharding(mesh, spec)
+
+
+@pytest.fixture(scope="module")
+def split(make_split):
+    return make_split([3, 40, 1, 17, 60, 9, 5, 88, 2, 31])
+
+
+def stream_rows(split, position, count, seed):
+    """Rows of the epoch stream, one at a time."""
+    n = row_count(split, SEQ_LEN)
+    rows = [
+        permute(np.array([p % n]), n, seed, p // n)[0] for p in range(position, position + count)
+    ]
+    return rows_at(split, np.array(rows), SEQ_LEN)
+
+
+@pytest.mark.parametrize(("sizes", "spec"), MESHES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batch_is_the_same_on_every_mesh(split, sizes, spec, microbatches):
+    rows = train_rows(split, SEQ_LEN, seed=3)
+    place = sharding(sizes, spec)
+    position = row_count(split, SEQ_LEN) - 5  # the batch spans two epochs
+    batch = batch_at(rows, position, 16, microbatches, SEQ_LEN, place)
+    for name, expected in stream_rows(split, position, 16, seed=3)._asdict().items():
+        array = getattr(batch, name)
+        assert array.dtype == expected.dtype
+        assert array.sharding.is_equivalent_to(place, 3)
+        expected = expected.reshape(microbatches, 16 // microbatches, SEQ_LEN)
+        np.testing.assert_array_equal(np.asarray(array), expected)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+
+def test_rows_are_read_once(split):
+    """Eight devices hold every row twice or eight times; it is read once, with all its fields."""
+    rows, asked = train_rows(split, SEQ_LEN, seed=0), []
+
+    def counted(positions):
+        asked.append(positions.tolist())
+        return rows(positions)
+
+    for sizes, spec in MESHES:
+        batch_at(counted, 100, 16, 2, SEQ_LEN, sharding(sizes, spec))
+    assert asked == [list(range(100, 116))] * len(MESHES)
+
+
+def test_an_epoch_holds_every_row_once_and_the_next_another_order(split):
+    n = row_count(split, SEQ_LEN)
+    rows = train_rows(split, SEQ_LEN, seed=0)
+    epochs = [rows(np.arange(n) + n * epoch).tokens.tolist() for epoch in range(2)]
+    in_order = rows_at(split, np.arange(n), SEQ_LEN).tokens.tolist()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(in_order)
+    assert epochs[0] != epochs[1]
+    assert train_rows(split, SEQ_LEN, seed=1)(np.arange(n)).tokens.tolist() != epochs[0]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 8])
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_resume_depends_on_the_consumed_position_alone(split, depth, stop):
+    """Stopped after any batch, whatever was prepared ahead, a new iterator goes on exactly."""
+    place = sharding()
+    batch = partial(
+        batch_at,
+        train_rows(split, SEQ_LEN, seed=0),
+        batch_size=16,
+        microbatches=2,
+        seq_len=SEQ_LEN,
+        sharding=place,
+    )
+    position, seen = 48, []
+    for count in (stop, 5 - stop):
+        batches = prefetch(batch, position, 16, depth)
+        for _ in range(count):
+            position, current = next(batches)
+            seen.append((position, np.asarray(current.tokens)))
+            position += 16
+        batches.close()
+    assert [position for position, _ in seen] == [48, 64, 80, 96, 112]
+    for position, tokens in seen:
+        np.testing.assert_array_equal(tokens, np.asarray(batch(position).tokens))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 8])
+def test_prefetch_prepares_so_many_ahead(depth):
+    made = []
+    prepared = threading.Semaphore(0)
+
+    def batch(position):
+        made.append(position)
+        prepared.release()
+        return -position
+
+    batches = prefetch(batch, 0, 3, depth)
+    assert made == []
+    for step in range(4):
+        assert next(batches) == (3 * step, -3 * step)
+        for _ in range(depth + 1 if step == 0 else 1):
+            assert prepared.acquire(timeout=10)
+        assert made == [3 * i for i in range(step + 1 + depth)]
+    batches.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prefetch_raises_where_the_batch_was_due_and_ends_its_thread(depth):
+    def batch(position):
+        if position == 2:
+            raise OSError("disk gone")
+        return position
+
+    batches = prefetch(batch, 0, 1, depth)
+    assert [next(batches), next(batches)] == [(0, 0), (1, 1)]
+    with pytest.raises(OSError, match="disk gone"):
+        next(batches)
+    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+def test_closing_prefetch_ends_its_thread():
+    batches = prefetch(lambda position: position, 0, 1, 4)
+    next(batches)
+    assert [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+@pytest.mark.parametrize("batch_size", [8, 16, 24, 64])
+def test_evaluation_sees_every_target_once_whatever_the_batch_size(split, batch_size):
+    batches = list(eval_batches(split, batch_size, SEQ_LEN, sharding()))
+    assert {batch.tokens.shape for batch in batches} == {(1, batch_size, SEQ_LEN)}
+    rows = {
+        name: np.concatenate([np.asarray(getattr(batch, name))[0] for batch in batches])
+        for name in ("tokens", "targets", "weights", "segments")
+    }
+    count = row_count(split, SEQ_LEN, partial=True)
+    assert len(rows["tokens"]) == -(-count // batch_size) * batch_size
+    targets = rows["targets"][rows["weights"] == 1]
+    np.testing.assert_array_equal(targets, np.delete(split.tokens, split.offsets[:-1]))
+    assert (rows["segments"][count:] == -1).all()
+    assert (rows["weights"][count:] == 0).all()
+
+
+def test_batch_is_a_pytree(split):
+    batch = batch_at(train_rows(split, SEQ_LEN, 0), 0, 8, 1, SEQ_LEN, sharding())
+    doubled = jax.tree.map(lambda x: x * 2, batch)
+    assert len(jax.tree.leaves(batch)) == 5
+    np.testing.assert_array_equal(np.asarray(doubled.tokens), 2 * np.asarray(batch.tokens))

@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.trainer.data.tokenizer import ByteTokenizer, load_bpe, train_bpe
+
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "the cat, the hat; the bat",
+    "für élan 漢字\r\n\t<|endoftext|>",
+] * 3
+BPE = train_bpe(TEXTS, 300)
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["byte", "bpe"])
+@given(any_text)
+def test_text_round_trips_without_end_of_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert (ids < tokenizer.vocab_size).all()
+    assert tokenizer.end_of_text not in ids
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["byte", "bpe"])
+def test_end_of_text_is_an_id_and_no_text(tokenizer):
+    ids = tokenizer.encode("a <|endoftext|> b")
+    assert tokenizer.end_of_text not in ids
+    assert tokenizer.decode(np.append(ids, tokenizer.end_of_text)) == "a <|endoftext|> b"
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["byte", "bpe"])
+@pytest.mark.parametrize("beyond", [0, 127, -1000])
+def test_ids_outside_the_vocabulary_are_refused(tokenizer, beyond):
+    unknown = tokenizer.vocab_size + beyond
+    with pytest.raises(ValueError, match=f"^token id {unknown} is outside the vocabulary of "):
+        tokenizer.decode(np.array([65, unknown]))
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
+    np.testing.assert_array_equal(tokenizer.encode("aé"), [97, 0xC3, 0xA9])
+    assert tokenizer.decode(np.array([97, 0xC3])) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_bpe_training_is_deterministic_and_merges():
+    assert BPE.model.to_str() == train_bpe(TEXTS, 300).model.to_str()
+    assert 257 < BPE.vocab_size <= 300
+    assert len(BPE.encode("the cat")) < 7
+
+
+def test_bpe_file_gives_the_same_tokenizer(tmp_path):
+    BPE.model.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_bpe(tmp_path / "tokenizer.json")
+    assert (loaded.vocab_size, loaded.end_of_text) == (BPE.vocab_size, BPE.end_of_text)
+    for text in TEXTS:
+        np.testing.assert_array_equal(loaded.encode(text), BPE.encode(text))
+
+
+def test_bpe_without_texts_is_bytes():
+    assert train_bpe([], 257).vocab_size == 257
+
+
+def test_bad_tokenizer_file_is_named(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
+        load_bpe(path)
+    train_bpe(TEXTS, 300).model.save(str(path))
+    path.write_text(path.read_text().replace("endoftext", "end"))
+    with pytest.raises(ValueError, match=r"not a readable tokenizer \(no token <\|endoftext\|>\)"):
+        load_bpe(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
+        load_bpe(path)

@@ -1,0 +1,1 @@
+"""From text to batches: documents, tokenizer, store, order, packed rows, global arrays."""

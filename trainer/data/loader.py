@@ -1,0 +1,92 @@
+"""Rows to global arrays. The batch at a data position is a pure function of (seed, position).
+
+The data position counts rows of the epoch stream: at position p stands row permute(p mod n) of
+epoch p // n. So a run resumes from a number, on any number of processes and devices. A batch has B
+sequences of S tokens in G microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...models.batch import Batch
+from .order import permute
+from .rows import Rows, row_count, rows_at
+from .store import Split
+
+
+def train_rows(split: Split, seq_len: int, seed: int) -> Callable[[np.ndarray], Rows]:
+    """The epoch stream: a function from data positions [n] to their rows [n, S]."""
+    count = row_count(split, seq_len)
+
+    def rows(positions: np.ndarray) -> Rows:
+        epoch, index = np.divmod(positions, count)
+        return rows_at(split, permute(index, count, seed, epoch), seq_len)
+
+    return rows
+
+
+def batch_at(
+    rows: Callable[[np.ndarray], Rows],
+    position: int,
+    batch_size: int,
+    microbatches: int,
+    seq_len: int,
+    sharding: jax.NamedSharding,
+) -> Batch:
+    """The B rows from `position` on, [G, B/G, S] under `sharding`; row j is at divmod(j, B/G).
+
+    Each process reads the rows its own devices hold, each once, though devices along a model axis
+    hold copies.
+    """
+    assert batch_size % microbatches == 0
+    shape = (microbatches, batch_size // microbatches, seq_len)
+    row = np.arange(batch_size).reshape(shape[:2])
+    held: list[Any] = list(sharding.addressable_devices_indices_map(shape).values())
+    local = np.unique(np.concatenate([row[index[:2]].ravel() for index in held]))
+
+    def place(values: np.ndarray) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            return values[np.searchsorted(local, row[index[:2]])][..., index[2]]
+
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return Batch(*(place(values) for values in rows(position + local)))
+
+
+def eval_batches(
+    split: Split, batch_size: int, seq_len: int, sharding: jax.NamedSharding
+) -> Iterator[Batch]:
+    """Every row of the split in order, [1, B, S]; padding rows fill the last batch."""
+    rows = partial(rows_at, split, seq_len=seq_len)
+    for position in range(0, row_count(split, seq_len, partial=True), batch_size):
+        yield batch_at(rows, position, batch_size, 1, seq_len, sharding)
+
+
+def prefetch(
+    batch: Callable[[int], Batch], position: int, stride: int, depth: int
+) -> Generator[tuple[int, Batch], None, None]:
+    """Endless (position, batch) pairs, `depth` batches prepared ahead of the one in use; 0: none.
+
+    It owns no position: the consumer is told each batch's and keeps it, so a batch that was only
+    prepared never counts. An error of `batch` is raised where its batch was due. Closing the
+    iterator ends its thread.
+    """
+    ahead: deque[tuple[int, Future[Batch]]] = deque()
+    pool = ThreadPoolExecutor(1, "prefetch")
+    try:
+        while True:
+            while len(ahead) <= depth:
+                ahead.append((position, pool.submit(batch, position)))
+                position += stride
+            due, future = ahead.popleft()
+            yield due, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,343 @@
+"""The token store: tokenised documents on disk, memory-mapped.
+
+A folder with, for each split (`train`, `heldout`), `SPLIT.tokens` (the stream: every document's
+ids, then end-of-text; flat little-endian uint16 or uint32) and `SPLIT.offsets.npy` (int64
+[documents + 1]: where each document starts, then the stream's length); `store.json` (the
+description below); `tokenizer.json` when the tokenizer is a BPE. A store is written beside its
+place and renamed into it, so it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from ...sharding.config import STRICT
+from ..cache import cache_folder
+from ..config import Config
+from .sources import documents, fingerprint, is_held_out
+from .tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
+
+VERSION = 1
+SPLITS = ("train", "heldout")
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class SplitDescription:
+    documents: Annotated[int, Field(gt=0)]
+    tokens: Annotated[int, Field(gt=0)]
+    largest_token: int
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Description:
+    """store.json. `made_from`: every setting the content depends on, and the fingerprint."""
+
+    version: int = VERSION
+    made_from: dict[str, Any]
+    tokenizer: Literal["byte", "bpe"]
+    vocab_size: int
+    end_of_text: int
+    dtype: Literal["<u2", "<u4"]
+    train: SplitDescription
+    heldout: SplitDescription
+
+
+@dataclass(frozen=True)
+class Split:
+    """Tokens [T] and document offsets [documents + 1], memory-mapped; path is the token file's."""
+
+    path: Path
+    tokens: np.ndarray
+    offsets: np.ndarray
+    largest_token: int
+    end_of_text: int
+
+
+@dataclass(frozen=True)
+class Store:
+    path: Path
+    tokenizer: Tokenizer
+    description: Description
+    train: Split
+    heldout: Split
+
+
+def open_data(config: Config) -> Store:
+    """The store the config asks for, built if need be.
+
+    Raises ValueError where it does not fit model.vocab_size or train.seq_len.
+    """
+    store = open_store(build_store(config))
+    vocabulary, seq_len = config.model.vocab_size, config.train.seq_len
+    if store.tokenizer.vocab_size > vocabulary:
+        raise ValueError(
+            f"model.vocab_size={vocabulary} is smaller than the {store.description.tokenizer} "
+            f"tokenizer's vocabulary; write model.vocab_size={store.tokenizer.vocab_size}"
+        )
+    for split in (store.train, store.heldout):
+        if split.largest_token >= vocabulary:
+            raise ValueError(
+                f"{split.path} holds token id {split.largest_token}, too large for "
+                f"model.vocab_size={vocabulary}; write model.vocab_size={split.largest_token + 1}"
+            )
+    if len(store.train.tokens) <= seq_len:
+        raise ValueError(
+            f"train.seq_len={seq_len} needs {seq_len + 1} tokens for a row, the training split has "
+            f"{len(store.train.tokens)}; give more text or write a smaller train.seq_len"
+        )
+    return store
+
+
+def build_store(config: Config) -> Path:
+    """Folder of the config's store: data.store, or one in the user's cache; written if not there.
+
+    Source files are read once for their fingerprint even if the store is there; data.source=store
+    spares that. Of two processes that build one store the first to finish wins, both return it.
+    Raises ValueError for bad input or a data.store made from something else, OSError with the
+    path when the disk refuses.
+    """
+    data = config.data
+    if data.source == "store":
+        folder = Path(str(data.store)).expanduser()
+        if not folder.is_dir():
+            raise ValueError(
+                f"data.store={folder} is not a folder; "
+                f"data.source=store opens what meshwright tokenize wrote"
+            )
+        return folder
+    made_from = _made_from(config)
+    if data.store is None:
+        digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+        folder = cache_folder() / "data" / digest[:32]
+    else:
+        folder = Path(data.store).expanduser()
+    if not folder.exists():
+        _write_store(config, made_from, folder)
+    _check_made_from(folder, read_description(folder).made_from, made_from)
+    return folder
+
+
+def read_description(folder: Path) -> Description:
+    """store.json of a folder. Raises ValueError where it is missing or of another version."""
+    file = folder / "store.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} is not a token store (no store.json); write another data.store")
+    content = file.read_bytes()
+    try:
+        version = json.loads(content)["version"]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} does not describe a token store; write another data.store"
+        ) from error
+    if version != VERSION:
+        raise ValueError(
+            f"{file} has version {version}, this Meshwright reads {VERSION}; "
+            f"delete {folder} and build it again"
+        )
+    try:
+        return TypeAdapter(Description).validate_json(content)
+    except ValidationError as error:
+        what = error.errors()[0]
+        key = ".".join(map(str, what["loc"]))
+        raise ValueError(
+            f"{file}: {key}: {what['msg']}; delete {folder} and build it again"
+        ) from error
+
+
+def open_store(folder: Path) -> Store:
+    """Maps a store's files. Raises ValueError naming one that is missing or damaged."""
+    description = read_description(folder)
+    tokenizer = _open_tokenizer(folder, description)
+    train = _open_split(folder, "train", description, description.train)
+    heldout = _open_split(folder, "heldout", description, description.heldout)
+    return Store(folder, tokenizer, description, train, heldout)
+
+
+def describe_store(store: Store) -> str:
+    """Lines for people: the folder, the tokenizer, and the size of each split."""
+    lines = [
+        f"store      {store.path}",
+        f"tokenizer  {store.description.tokenizer}, {store.tokenizer.vocab_size} tokens",
+    ]
+    for name, split in zip(SPLITS, (store.train, store.heldout), strict=True):
+        lines.append(
+            f"{name:<9}  {len(split.offsets) - 1:,} documents, {len(split.tokens):,} tokens, "
+            f"{split.tokens.nbytes:,} bytes"
+        )
+    return "\n".join(lines)
+
+
+def _made_from(config: Config) -> dict[str, Any]:
+    data = config.data
+    settings = {
+        "version": VERSION,
+        "data.source": data.source,
+        "data.tokenizer": data.tokenizer,
+        "data.holdout": data.holdout,
+        "fingerprint": fingerprint(data),
+    }
+    if data.source == "jsonl":
+        settings["data.field"] = data.field
+    if data.tokenizer == "bpe":
+        settings["model.vocab_size"] = config.model.vocab_size
+    return settings
+
+
+def _check_made_from(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    different = [key for key in wanted | found if found.get(key) != wanted.get(key)]
+    if not different:
+        return
+    key = different[0]
+    if key == "fingerprint":
+        why = "from other documents"
+    else:
+        why = f"with {key}={found.get(key)}, not {wanted.get(key)}"
+    raise ValueError(
+        f"data.store={folder} was made {why}; write another data.store, delete that folder, "
+        f"or write data.source=store to train on it as it is"
+    )
+
+
+def _write_store(config: Config, made_from: dict[str, Any], folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_folder(folder) as temporary:
+        description = _write_files(config, made_from, temporary)
+        if fingerprint(config.data) != made_from["fingerprint"]:
+            raise ValueError("documents changed while they were tokenised; run again")
+        (temporary / "store.json").write_text(json.dumps(asdict(description), indent=1))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another writer was faster; its store is checked as found
+                raise
+
+
+@contextmanager
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, deleted at the end unless renamed. Disk errors get its name."""
+    outer = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        # mkdtemp's folder is for its owner alone; the store gets the mode of the umask.
+        inner = outer / folder.name
+        inner.mkdir()
+        yield inner
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+
+
+def _write_files(config: Config, made_from: dict[str, Any], folder: Path) -> Description:
+    data = config.data
+    tokenizer: Tokenizer = ByteTokenizer()
+    if data.tokenizer == "bpe":
+        training = (text for name, text in documents(data) if not is_held_out(name, data.holdout))
+        tokenizer = train_bpe(training, config.model.vocab_size)
+        tokenizer.model.save(str(folder / "tokenizer.json"))
+    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+    offsets = {split: array("q", [0]) for split in SPLITS}
+    with ExitStack() as stack:
+        streams = {
+            split: stack.enter_context((folder / f"{split}.tokens").open("wb")) for split in SPLITS
+        }
+        for name, text in documents(data):
+            if text:
+                split = "heldout" if is_held_out(name, data.holdout) else "train"
+                ids = np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype)
+                streams[split].write(ids.tobytes())
+                offsets[split].append(offsets[split][-1] + len(ids))
+    _check_split(config, train=len(offsets["train"]) - 1, heldout=len(offsets["heldout"]) - 1)
+    for split in SPLITS:
+        np.save(folder / f"{split}.offsets.npy", np.asarray(offsets[split]))
+    train, heldout = (
+        SplitDescription(
+            documents=len(offsets[split]) - 1,
+            tokens=offsets[split][-1],
+            largest_token=int(np.memmap(folder / f"{split}.tokens", dtype, "r").max()),
+        )
+        for split in SPLITS
+    )
+    return Description(
+        made_from=made_from,
+        tokenizer=data.tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        dtype=dtype,
+        train=train,
+        heldout=heldout,
+    )
+
+
+def _check_split(config: Config, train: int, heldout: int) -> None:
+    """Raises ValueError unless documents stand on both sides."""
+    data = config.data
+    if train + heldout == 0:
+        paths = f" data.paths=[{', '.join(data.paths)}]" if data.paths else ""
+        raise ValueError(
+            f"data.source={data.source}{paths}: empty corpus, no document has any text"
+        )
+    if heldout == 0:
+        raise ValueError(
+            f"data.holdout={data.holdout} holds out none of {train} documents; "
+            f"write a larger share or split the text into more documents"
+        )
+    if train == 0:
+        raise ValueError(
+            f"data.holdout={data.holdout} leaves none of {heldout} documents for training; "
+            f"write a smaller share or split the text into more documents"
+        )
+
+
+def _open_tokenizer(folder: Path, description: Description) -> Tokenizer:
+    tokenizer: Tokenizer = (
+        ByteTokenizer() if description.tokenizer == "byte" else load_bpe(folder / "tokenizer.json")
+    )
+    found = (tokenizer.vocab_size, tokenizer.end_of_text)
+    said = (description.vocab_size, description.end_of_text)
+    if found != said:
+        raise ValueError(
+            f"{folder}: the tokenizer has vocabulary size and end-of-text {found}, store.json says "
+            f"{said}; delete {folder} and build it again"
+        )
+    return tokenizer
+
+
+def _open_split(folder: Path, name: str, whole: Description, said: SplitDescription) -> Split:
+    file, offsets_file = folder / f"{name}.tokens", folder / f"{name}.offsets.npy"
+    remedy = f"delete {folder} and build it again"
+    for path in (file, offsets_file):
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; {remedy}")
+    size, expected = file.stat().st_size, said.tokens * np.dtype(whole.dtype).itemsize
+    if size != expected:
+        raise ValueError(f"{file} has {size} bytes where store.json says {expected}; {remedy}")
+    try:
+        offsets = np.load(offsets_file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{offsets_file} is damaged; {remedy}") from error
+    if not (
+        offsets.dtype == np.int64
+        and offsets.shape == (said.documents + 1,)
+        and (offsets[0], offsets[-1]) == (0, said.tokens)
+        and (np.diff(offsets) > 0).all()
+    ):
+        raise ValueError(
+            f"{offsets_file} does not cut {said.tokens} tokens into {said.documents} documents, "
+            f"as store.json says; {remedy}"
+        )
+    tokens = np.memmap(file, whole.dtype, "r").view(np.ndarray)
+    return Split(file, tokens, offsets.view(np.ndarray), said.largest_token, whole.end_of_text)

@@ -1,7 +1,8 @@
 """The attention sublayer: projections by heads, RoPE, the kernel, the output projection.
 
-Heads are cut over `tensor` (Megatron, arXiv 1909.08053); grouped queries (2305.13245) share kv heads. Where kv heads
-are fewer than tensor shards, `linear` hands each shard the ones its queries need.
+Heads are cut over `tensor` (Megatron, arXiv 1909.08053); grouped queries (2305.13245) share kv
+heads. Where kv heads are fewer than tensor shards, `linear` hands each shard the ones its queries
+need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from .rope import rotate
 
 
 class Attention(nnx.Module):
-    """q [D, H, head_dim], k, v [D, K, head_dim], o [H, head_dim, D], their biases, and the norms of queries and keys."""
+    """q [D, H, head_dim], k, v [D, K, head_dim], o [H, head_dim, D], their biases, and the norms of
+    queries and keys.
+    """
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         d, h, k, size = config.d_model, config.heads, config.num_kv_heads, config.size_per_head

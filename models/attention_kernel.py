@@ -1,11 +1,14 @@
-"""Exact attention in blocks with an online softmax (arXiv 2205.14135, 2307.08691): memory linear in the sequence,
-hidden block pairs skipped, gradients from its own VJP whose residuals are q, k, v, o and the logsumexp.
+"""Exact attention in blocks with an online softmax (arXiv 2205.14135, 2307.08691): memory linear in
+the sequence, hidden block pairs skipped, gradients from its own VJP whose residuals are q, k, v, o
+and the logsumexp.
 
-What a query sees follows from the tokens' true positions and documents, never from their place in the array:
-key visible to query when both are in the same document (segment, never one < 0, which is padding), and causality
-and the window allow it. So packed rows, and later permuted ones, are just data.
+What a query sees follows from the tokens' true positions and documents, never from their place in
+the array: key visible to query when both are in the same document (segment, never one < 0, which is
+padding), and causality and the window allow it. So packed rows, and later permuted ones, are just
+data.
 
-Shapes: B sequences, S tokens, K kv heads, G query heads per kv head, H = K·G, D head_dim, q and k block lengths Q.
+Shapes: B sequences, S tokens, K kv heads, G query heads per kv head, H = K·G, D head_dim, q and k
+block lengths Q.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ HIDDEN = -1e30
 class Mask:
     """What hides a key from a query of the same document, and the softcap on scores.
 
-    window: tokens a query sees, itself included. softcap: scores become c·tanh(score/c) (2408.00118).
+    window: tokens a query sees, itself included. softcap: scores become c·tanh(score/c)
+    (2408.00118).
     """
 
     causal: bool = True
@@ -45,10 +49,11 @@ class Tokens(NamedTuple):
 def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array, mask: Mask
 ) -> jax.Array:
-    """softmax(q·k/sqrt(D) under `mask`)·v for q [B, S, H, D] and k, v [B, S, K, D]; positions, segments [B, S].
+    """softmax(q·k/sqrt(D) under `mask`)·v for q [B, S, H, D] and k, v [B, S, K, D]; positions,
+    segments [B, S].
 
-    Query head h attends with kv head h // G. Softmax in f32; the result has q's dtype. Tokens with segment < 0
-    give zeros.
+    Query head h attends with kv head h // G. Softmax in f32; the result has q's dtype. Tokens with
+    segment < 0 give zeros.
     """
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
@@ -65,7 +70,7 @@ def attention(
         return a.reshape(*a.shape[:3], -1, a.shape[-1])
 
     where = Tokens(cut(positions), cut(segments, fill=-1))
-    o = _attention(by_head(cut(q)), by_head(cut(k)), by_head(cut(v)), where, mask)
+    o: jax.Array = _attention(by_head(cut(q)), by_head(cut(k)), by_head(cut(v)), where, mask)
     o = o.reshape(*o.shape[:3], heads // kv_heads, size, -1).transpose(1, 0, 4, 2, 3, 5)
     return o.reshape(batch, blocks * size, heads, -1)[:, :tokens]
 
@@ -77,8 +82,8 @@ def _attention(q, k, v, where: Tokens, mask: Mask):
 
 
 def _attention_forward(q, k, v, where, mask):
-    # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked: without the barrier
-    # the masks of every block pair, O(S^2) bytes
+    # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked:
+    # without the barrier the masks of every block pair, O(S^2) bytes
     q, k, v, where = lax.optimization_barrier((q, k, v, where))
 
     def one_query_block(_, query):
@@ -87,7 +92,9 @@ def _attention_forward(q, k, v, where, mask):
         def one_key_block(state, key):
             k, v, k_at = key
             update = partial(_accumulate, q=q, k=k, v=v, q_at=q_at, k_at=k_at, mask=mask)
-            return lax.cond(_any_visible(q_at, k_at, mask), update, lambda state: state, state), None
+            return lax.cond(
+                _any_visible(q_at, k_at, mask), update, lambda state: state, state
+            ), None
 
         row = (*q.shape[:-1], 1)
         state = jnp.zeros(q.shape, jnp.float32), jnp.full(row, HIDDEN), jnp.zeros(row, jnp.float32)
@@ -130,7 +137,9 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _accumulate(state, *, q, k, v, q_at: Tokens, k_at: Tokens, mask: Mask):
-    """One key block into the online softmax of one query block: state is (o, running max, running sum) in f32."""
+    """One key block into the online softmax of one query block: state is (o, running max, running
+    sum) in f32.
+    """
     o, top, total = state
     score, visible = _scores(q, k, q_at, k_at, mask)
     new_top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
@@ -141,7 +150,9 @@ def _accumulate(state, *, q, k, v, q_at: Tokens, k_at: Tokens, mask: Mask):
 
 
 def _block_gradients(q, k, v, do, logsumexp, inner, *, q_at: Tokens, k_at: Tokens, mask: Mask):
-    """dq, dk, dv in f32 that one (query block, key block) pair adds. inner is sum(o·do) per query row."""
+    """dq, dk, dv in f32 that one (query block, key block) pair adds. inner is sum(o·do) per query
+    row.
+    """
     score, visible = _scores(q, k, q_at, k_at, mask)
     weight = jnp.where(visible, jnp.exp(score - logsumexp), 0.0)
     dweight = jnp.matmul(do, v.mT, preferred_element_type=jnp.float32)
@@ -174,16 +185,19 @@ def _scores(q, k, q_at: Tokens, k_at: Tokens, mask: Mask):
 
 
 def _any_visible(q_at: Tokens, k_at: Tokens, mask: Mask) -> jax.Array:
-    """Whether any key of one block can be visible to any query of the other; never False when one is.
+    """Whether any key of one block can be visible to any query of the other; never False when one
+    is.
 
-    Bounds only: documents by their ranges, causality by the last query and the first key in (document, position)
-    order, the window by positions where each block lies in a single document.
+    Bounds only: documents by their ranges, causality by the last query and the first key in
+    (document, position) order, the window by positions where each block lies in a single document.
     """
     q_first, q_last = _ends(q_at)
     k_first, k_last = _ends(k_at)
     possible = (q_first[0] <= k_last[0]) & (k_first[0] <= q_last[0]) & (q_last[0] >= 0)
     if mask.causal:
-        possible &= (k_first[0] < q_last[0]) | ((k_first[0] == q_last[0]) & (k_first[1] <= q_last[1]))
+        possible &= (k_first[0] < q_last[0]) | (
+            (k_first[0] == q_last[0]) & (k_first[1] <= q_last[1])
+        )
     if mask.window:
         single = (q_first[0] == q_last[0]) & (k_first[0] == k_last[0])
         possible &= ~single | (q_first[1] - k_last[1] < mask.window)

@@ -1,10 +1,11 @@
-"""Initialisation: every parameter is a function of (seed, its name, its layer), drawn at full logical size inside
-one jit, so it is the same on every mesh.
+"""Initialisation: every parameter is a function of (seed, its name, its layer), drawn at full
+logical size inside one jit, so it is the same on every mesh.
 
-Matrices are normal with standard deviation `model.init_std`, by default 1/sqrt(fan in); those that write to the
-residual stream (attention output, MLP down) are divided by sqrt(2·layers) more, so that the stream's variance does
-not grow with depth (GPT-2). Embedding tables are normal with 1/sqrt(d_model) (or init_std): logits then start at
-unit scale. Norm scales are one, biases zero, padding rows of the vocabulary zero.
+Matrices are normal with standard deviation `model.init_std`, by default 1/sqrt(fan in); those that
+write to the residual stream (attention output, MLP down) are divided by sqrt(2·layers) more, so
+that the stream's variance does not grow with depth (GPT-2). Embedding tables are normal with
+1/sqrt(d_model) (or init_std): logits then start at unit scale. Norm scales are one, biases zero,
+padding rows of the vocabulary zero.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ def matrix(
 
 
 def embedding(key: jax.Array, config: ModelConfig, name: str) -> nnx.Param:
-    """Table [V, D] with the vocabulary padded to config.padded_vocab rows of which the last are zero."""
+    """Table [V, D] with the vocabulary padded to config.padded_vocab rows of which the last are
+    zero.
+    """
     std = config.init_std or 1.0 / math.sqrt(config.d_model)
     table = _normal(key, name, (config.vocab_size, config.d_model)) * std
     padding = config.padded_vocab - config.vocab_size
-    return nnx.Param(jnp.pad(table, ((0, padding), (0, 0))), axes=("vocab", "embed"), role="embedding")
+    return nnx.Param(
+        jnp.pad(table, ((0, padding), (0, 0))), axes=("vocab", "embed"), role="embedding"
+    )
 
 
 def scale(size: int, axis: str) -> nnx.Param:

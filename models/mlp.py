@@ -1,4 +1,4 @@
-"""SwiGLU MLP (arXiv 2002.05202): down(silu(gate(x)) · up(x)), its hidden width cut over `tensor`."""
+"""SwiGLU MLP (arXiv 2002.05202): down(silu(gate(x)) · up(x)), hidden width cut over `tensor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class Mlp(nnx.Module):
         d, f = config.d_model, config.d_ff
         self.gate = init.matrix(key, config, "mlp.gate", ("embed", "mlp"), (d, f), fan_in=d)
         self.up = init.matrix(key, config, "mlp.up", ("embed", "mlp"), (d, f), fan_in=d)
-        self.down = init.matrix(key, config, "mlp.down", ("mlp", "embed"), (f, d), fan_in=f, residual=True)
+        self.down = init.matrix(
+            key, config, "mlp.down", ("mlp", "embed"), (f, d), fan_in=f, residual=True
+        )
         biased = config.bias == "all"
         self.gate_bias = init.bias(("mlp",), (f,)) if biased else None
         self.up_bias = init.bias(("mlp",), (f,)) if biased else None

@@ -1,7 +1,9 @@
-"""A pre-norm decoder (Llama-shaped) as three functions that a schedule drives: embed, blocks, head_share.
+"""A pre-norm decoder (Llama-shaped) as three functions that a schedule drives: embed, blocks,
+head_share.
 
-All three are local code inside the step's `shard_map`. x is the residual stream [B_{data,fsdp}, S_{context,tensor}, D]
-in the compute dtype; parameters are f32 masters, blocks stacked [L, ...] and scanned.
+All three are local code inside the step's `shard_map`. x is the residual stream [B_{data,fsdp},
+S_{context,tensor}, D] in the compute dtype; parameters are f32 masters, blocks stacked [L, ...] and
+scanned.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from jax import lax
 
 from ..sharding.layout import Layout
 from ..sharding.linear import lookup
-from ..sharding.rules import Dim
 from . import init
 from .attention import Attention, attend
 from .batch import Batch
@@ -45,17 +46,6 @@ class Transformer(nnx.Module):
         self.unembed = None if config.tie_embeddings else init.embedding(key, config, "unembed")
 
 
-def dims(config: ModelConfig) -> dict[str, Dim]:
-    """Logical axis -> its size in this model and the config key that sets it."""
-    return {
-        "vocab": Dim(config.padded_vocab, "model.vocab_size padded to model.vocab_multiple"),
-        "embed": Dim(config.d_model, "model.d_model"),
-        "heads": Dim(config.heads, "model.heads"),
-        "kv_heads": Dim(config.num_kv_heads, "model.kv_heads"),
-        "mlp": Dim(config.d_ff, "model.d_ff"),
-    }
-
-
 def embed(params: Transformer, batch: Batch, layout: Layout, dtype: Any) -> jax.Array:
     """Token ids [B, S_context] -> x[B, S_{context,tensor}, D]."""
     with jax.named_scope("embed"):
@@ -65,18 +55,23 @@ def embed(params: Transformer, batch: Batch, layout: Layout, dtype: Any) -> jax.
 def blocks(
     params: Transformer, x: jax.Array, batch: Batch, layout: Layout, config: ModelConfig, remat: str
 ) -> jax.Array:
-    """All layers in one scan; with remat "full" a block's inside is recomputed in the backward pass."""
+    """All layers in one scan; with remat "full" a block's inside is recomputed in the backward
+    pass.
+    """
     rotation = rotations(batch.positions, config.size_per_head, config.rope_theta)
 
     def block(x: jax.Array, p: Block) -> tuple[jax.Array, None]:
         with jax.named_scope("attention"):
             a = rms_norm(x, p.norm1[...], config.norm_eps)
-            x = x + attend(p.attention, a, batch.positions, batch.segments, rotation, layout, config)
+            x = x + attend(
+                p.attention, a, batch.positions, batch.segments, rotation, layout, config
+            )
         with jax.named_scope("mlp"):
             x = x + swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
         return x, None
 
-    # inside a scan nothing can be merged across the recomputation, so no barrier is needed to prevent it
+    # inside a scan nothing can be merged across the recomputation, so no barrier is needed to
+    # prevent it
     body = jax.checkpoint(block, prevent_cse=False) if remat == "full" else block
     return lax.scan(body, x, params.blocks)[0]
 
@@ -84,8 +79,8 @@ def blocks(
 def head_share(
     params: Transformer, x: jax.Array, batch: Batch, layout: Layout, config: ModelConfig, loss: Loss
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This device's share of the loss, and of the sums to log. batch.weights are relative: they add up to one over
-    the global batch, so shares add up to means over its valid targets.
+    """This device's share of the loss, and of the sums to log. batch.weights are relative: they add
+    up to one over the global batch, so shares add up to means over its valid targets.
     """
     with jax.named_scope("unembed"):
         x = rms_norm(x, params.norm[...], config.norm_eps)

@@ -1,9 +1,10 @@
 """The vocabulary's two ends: embedding, and a cross entropy whose full logits never exist.
 
-Both tables are cut over `tensor` by rows (Megatron, arXiv 1909.08053). A device works with its own columns of the
-logits; one maximum and one sum over `tensor` make the softmax whole. Padding rows of a table (stored vocabulary is
-a multiple of `model.vocab_multiple`) are outside the model: their logits are minus infinity, their gradients zero.
-Shapes: B sequences, S tokens, D width, T tokens of a chunk, V stored vocabulary.
+Both tables are cut over `tensor` by rows (Megatron, arXiv 1909.08053). A device works with its own
+columns of the logits; one maximum and one sum over `tensor` make the softmax whole. Padding rows of
+a table (stored vocabulary is a multiple of `model.vocab_multiple`) are outside the model: their
+logits are minus infinity, their gradients zero. Shapes: B sequences, S tokens, D width, T tokens of
+a chunk, V stored vocabulary.
 """
 
 from __future__ import annotations
@@ -33,15 +34,21 @@ class Loss(NamedTuple):
 
 
 def cross_entropy_share(
-    x: jax.Array, table: nnx.Param, targets: jax.Array, weights: jax.Array, layout: Layout, loss: Loss
+    x: jax.Array,
+    table: nnx.Param,
+    targets: jax.Array,
+    weights: jax.Array,
+    layout: Layout,
+    loss: Loss,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This device's share of the loss of x[B, S_{context,tensor}, D] against targets[B, S_context].
 
-    weights[B, S_context] f32: weight of each target; 0 where there is none. Returns a scalar share, differentiable,
-    and sums by name, also shares, of quantities to log: `loss`, the negative log-likelihood in nats; `z_loss` and
-    `smoothing_loss` where those are on. Per token
+    weights[B, S_context] f32: weight of each target; 0 where there is none. Returns a scalar share,
+    differentiable, and sums by name, also shares, of quantities to log: `loss`, the negative
+    log-likelihood in nats; `z_loss` and `smoothing_loss` where those are on. Per token
         objective = (1-ε)·nll + ε·mean over the vocabulary of -log p + z·logsumexp²
-    (label smoothing 1512.00567; z-loss 2204.02311). Every tensor rank computes the same value, hence 1/tensor of it.
+    (label smoothing 1512.00567; z-loss 2204.02311). Every tensor rank computes the same value,
+    hence 1/tensor of it.
     """
     rows = {"target": targets, "weight": weights}
     return fused_linear(x, table, rows, layout, partial(_score, layout=layout, loss=loss), CHUNK)
@@ -59,22 +66,18 @@ def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, los
     top = all_reduce_max(jnp.max(capped, axis=1, keepdims=True), "tensor", layout)
     exp = jnp.exp(capped - top)
     at_target = jnp.arange(columns)[None, :] == local_rows(rows["target"], columns, layout)[:, None]
-    total, target_logit, logit_sum = all_reduce(
-        (
-            jnp.sum(exp, axis=1, keepdims=True),
-            jnp.sum(jnp.where(at_target, capped, 0.0), axis=1, keepdims=True),
-            jnp.sum(jnp.where(real, capped, 0.0), axis=1, keepdims=True) if loss.label_smoothing else (),
-        ),
-        "tensor",
-        layout,
-    )
+    parts = [exp, jnp.where(at_target, capped, 0.0)]
+    if loss.label_smoothing:
+        parts.append(jnp.where(real, capped, 0.0))
+    local = [jnp.sum(part, axis=1, keepdims=True) for part in parts]
+    total, target_logit, *logit_sum = all_reduce(local, "tensor", layout)
     logsumexp = top + jnp.log(total)
     nll = logsumexp - target_logit
     sums = {"loss": nll}
     dlogits_p, dlogits_target, dlogits_all = 1.0, 1.0, 0.0
     objective = nll
     if smoothing := loss.label_smoothing:
-        sums["smoothing_loss"] = smoothing * (target_logit - logit_sum / loss.vocab_size)
+        sums["smoothing_loss"] = smoothing * (target_logit - logit_sum[0] / loss.vocab_size)
         objective += sums["smoothing_loss"]
         dlogits_target, dlogits_all = 1.0 - smoothing, smoothing / loss.vocab_size
     if loss.z_loss:
@@ -89,4 +92,8 @@ def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, los
         dlogits *= jnp.where(real, 1.0 - (capped / loss.softcap) ** 2, 0.0)
     share = partial(jnp.sum, dtype=jnp.float32)
     once = weight / layout.size("tensor")
-    return share(objective * once), dlogits * weight, {name: share(a * once) for name, a in sums.items()}
+    return (
+        share(objective * once),
+        dlogits * weight,
+        {name: share(a * once) for name, a in sums.items()},
+    )

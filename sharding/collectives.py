@@ -1,9 +1,10 @@
 """The collective vocabulary: what may move between devices, by name, inside the step's `shard_map`.
 
-Notation: A[B_X, D] has dim B cut over mesh axis X; {partial over Y} means that the sum over Y is still to come.
-n is the bytes of the full array, N the devices along the axes; each docstring says what one device sends. Under
-autodiff each function transposes to its partner (all_reduce to itself, all_gather to reduce_scatter), which
-makes cotangents shares as well: see "sum of shares" in docs/design.md.
+Notation: A[B_X, D] has dim B cut over mesh axis X; {partial over Y} means that the sum over Y is
+still to come. n is the bytes of the full array, N the devices along the axes; each docstring says
+what one device sends. Under autodiff each function transposes to its partner (all_reduce to itself,
+all_gather to reduce_scatter), which makes cotangents shares as well: see "sum of shares" in
+docs/design.md.
 
 An axis of size 1 returns its input: XLA keeps size-1 collectives on CPU. Nothing else tests sizes.
 """

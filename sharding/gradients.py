@@ -1,5 +1,6 @@
-"""Where gradients meet: after the backward pass each device holds its share of every gradient it can see, and this
-file adds the shares up over the mesh. The only reductions of gradients outside `linear.py` are here.
+"""Where gradients meet: after the backward pass each device holds its share of every gradient it
+can see, and this file adds the shares up over the mesh. The only reductions of gradients outside
+`linear.py` are here.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ UNREDUCED_AXES = ("replica",)
 def scatter_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) -> Any:
     """Reduce-scatter each leaf over the mesh axes that its out_spec names and its in_spec does not.
 
-    g[D]{partial over fsdp} -> g[D_fsdp]: the half of the reduction that ZeRO-1 does once and ZeRO-2 per micro-batch
-    (arXiv 1910.02054). Sends (N-1)/N·n.
+    g[D]{partial over fsdp} -> g[D_fsdp]: the half of the reduction that ZeRO-1 does once and ZeRO-2
+    per micro-batch (arXiv 1910.02054). Sends (N-1)/N·n.
     """
 
     def one(grad: jax.Array, in_spec: P, out_spec: P) -> jax.Array:
@@ -33,23 +34,28 @@ def scatter_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout)
 
 
 def reduce_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) -> Any:
-    """Add the devices' shares of each gradient leaf up: in_specs, out_specs like grads, of the shard_map's inputs
-    and outputs.
+    """Add the devices' shares of each gradient leaf up: in_specs, out_specs like grads, of the
+    shard_map's inputs and outputs.
 
-    A mesh axis that the in_spec names is reduced already, by the transposed gather inside the backward pass (ZeRO-3)
-    or because each device owns its part (tensor). One that only the out_spec names is reduce-scattered, and every
-    other one all-reduced: 2(N-1)/N·n, all leaves that share axes in one collective. After ZeRO-3's reduce-scatter
-    that leaves the slow `data` axis of hybrid sharding n/fsdp bytes (2304.11277).
+    A mesh axis that the in_spec names is reduced already, by the transposed gather inside the
+    backward pass (ZeRO-3) or because each device owns its part (tensor). One that only the out_spec
+    names is reduce-scattered, and every other one all-reduced: 2(N-1)/N·n, all leaves that share
+    axes in one collective. After ZeRO-3's reduce-scatter that leaves the slow `data` axis of hybrid
+    sharding n/fsdp bytes (2304.11277).
     """
     grads = scatter_gradients(grads, in_specs, out_specs, layout)
     leaves, tree = jax.tree.flatten(grads)
     missing = [
-        tuple(axis for axis in layout.mesh.axis_names if axis not in (*_axes(spec), *UNREDUCED_AXES))
+        tuple(
+            axis for axis in layout.mesh.axis_names if axis not in (*_axes(spec), *UNREDUCED_AXES)
+        )
         for spec in jax.tree.leaves(out_specs)
     ]
     for axes in dict.fromkeys(missing):
         group = [i for i, other in enumerate(missing) if other == axes]
-        for i, leaf in zip(group, all_reduce([leaves[i] for i in group], axes, layout), strict=True):
+        for i, leaf in zip(
+            group, all_reduce([leaves[i] for i in group], axes, layout), strict=True
+        ):
             leaves[i] = leaf
     return jax.tree.unflatten(tree, leaves)
 

@@ -1,11 +1,12 @@
-"""Layout: a mesh, the resolved rule table and the ZeRO stage in one frozen value that every function of
-`sharding/` takes. It turns logical axes into `PartitionSpec`s for parameters, optimizer state and batches.
+"""Layout: a mesh, the resolved rule table and the ZeRO stage in one frozen value that every
+function of `sharding/` takes. It turns logical axes into `PartitionSpec`s for parameters, optimizer
+state and batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,11 +39,11 @@ class Layout:
     def axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes that cut the logical axis `name`."""
         if name not in self._rules:
-            raise ValueError(f"no logical axis {name!r}; the rows are {', '.join(self._rules)}")
+            raise ValueError(f"no logical axis {name!r}; known are {', '.join(self._rules)}")
         return self._rules[name]
 
     def gathered(self, name: str) -> tuple[str, ...]:
-        """Mesh axes over which a parameter's dim `name` is gathered before use: its cut by ZeRO-3."""
+        """Mesh axes over which a parameter's dim `name` is gathered before use: those of ZeRO-3."""
         return tuple(axis for axis in self.axes(name) if axis in ZERO_AXES and self.zero == 3)
 
     def param_spec(self, axes: Sequence[str], stack: int = 0) -> P:
@@ -59,23 +60,28 @@ class Layout:
 
     def _spec(self, axes: Sequence[str], stack: int, cut_by_zero: bool) -> P:
         entries = [
-            tuple(axis for axis in self.axes(name) if cut_by_zero or axis not in ZERO_AXES) for name in axes
+            tuple(axis for axis in self.axes(name) if cut_by_zero or axis not in ZERO_AXES)
+            for name in axes
         ]
         used = [axis for entry in entries for axis in entry]
         if twice := {axis for axis in used if used.count(axis) > 1}:
-            raise ValueError(f"a parameter with axes {tuple(axes)} would use mesh axis {twice.pop()} twice")
+            raise ValueError(
+                f"a parameter with axes {tuple(axes)} would use mesh axis {twice.pop()} twice"
+            )
         return P(*[None] * stack, *[entry or None for entry in entries])
 
     def batch_spec(self) -> P:
-        """Spec of a batch array [microbatch, sequence, token]: each tensor rank sees its group's whole rows."""
+        """Spec of a batch array [microbatch, sequence, token]: each tensor rank sees its group's
+        whole rows.
+        """
         return P(None, self.axes("batch"), "context")
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
 
-def make_layout(config: LayoutConfig, mesh: Mesh, dims: Mapping[str, Dim]) -> Layout:
-    """Settle the rule table for `dims` (logical axis -> size and config key) on `mesh`."""
+def make_layout(config: LayoutConfig, mesh: Mesh, dims: Sequence[Dim]) -> Layout:
+    """Settle the rule table for `dims` on `mesh`. Raises ValueError where they do not fit."""
     resolved = resolve(config, dict(mesh.shape), dims)
     return Layout(mesh, resolved, config.zero, config.sequence_parallel)
 
@@ -85,10 +91,11 @@ def is_param(leaf: Any) -> bool:
 
 
 def map_params(fn, tree: Any, *rest: Any, other=None) -> Any:
-    """`fn(param, *values)` on every `nnx.Param` of `tree`, in place of its value; `other(leaf)` on plain leaves.
+    """`fn(param, *values)` on every `nnx.Param` of `tree`, in place of its value; `other(leaf)` on
+    plain leaves.
 
-    The result keeps the Params, so it has the tree structure of `tree`: specs, shardings and masks made this
-    way line up with the arrays they describe.
+    The result keeps the Params, so it has the tree structure of `tree`: specs, shardings and masks
+    made this way line up with the arrays they describe.
     """
 
     def one(leaf, *values):
@@ -102,5 +109,7 @@ def map_params(fn, tree: Any, *rest: Any, other=None) -> Any:
 def specs(tree: Any, spec_of) -> Any:
     """`spec_of(axes, stack)` for every Param of `tree`; plain leaves (counters) are replicated."""
     return map_params(
-        lambda param: spec_of(param.axes, param.get_value().ndim - len(param.axes)), tree, other=lambda _: P()
+        lambda param: spec_of(param.axes, param.get_value().ndim - len(param.axes)),
+        tree,
+        other=lambda _: P(),
     )

@@ -1,12 +1,14 @@
 """Every multiplication by a weight, and every byte that it moves.
 
-`linear` owns the ZeRO-3 gather of the weight (arXiv 1910.02054), the tensor-parallel entrance and exit (Megatron:
-1909.08053, with sequence parallelism: 2205.05198), the dot and its biases, under one VJP whose residuals are the
-local input and the weight SHARD: a gathered weight or sequence is never saved. `lookup` is the same weight used as
-an embedding, `fused_linear` as an output layer whose full output never exists.
+`linear` owns the ZeRO-3 gather of the weight (arXiv 1910.02054), the tensor-parallel entrance and
+exit (Megatron: 1909.08053, with sequence parallelism: 2205.05198), the dot and its biases, under
+one VJP whose residuals are the local input and the weight SHARD: a gathered weight or sequence is
+never saved. `lookup` is the same weight used as an embedding, `fused_linear` as an output layer
+whose full output never exists.
 
-Shapes: B sequences of this device, S tokens, D width of the residual stream, K contracted and N produced dims,
-V vocabulary, C chunks of T tokens. A weight is [*K, *N], cut over `fsdp` by ZeRO-3 and over `tensor`.
+Shapes: B sequences of this device, S tokens, D width of the residual stream, K contracted and N
+produced dims, V vocabulary, C chunks of T tokens. A weight is [*K, *N], cut over `fsdp` by ZeRO-3
+and over `tensor`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -48,25 +50,28 @@ def linear(
     enter: str | None = None,
     leave: str | None = None,
 ) -> Any:
-    """x [B, S, *K] times each of `weights` [*K, *N] -> [B, S, *N]: one array, or as many as weights.
+    """x [B, S, *K] times each of `weights` [*K, *N] -> [B, S, *N]: one array, or as many as
+    weights.
 
     enter="tensor", column parallel, one entrance for all weights:
         x[B, S_{context,tensor}, D] ·_D W[D_fsdp, N_tensor] -> y[B, S_context, N_tensor]
     leave="tensor", row parallel:
         x[B, S_context, K_tensor] ·_K W[K_tensor, D_fsdp] -> y[B, S_{context,tensor}, D]
     Over tensor, n the bytes of the whole sequence: the entrance gathers it, (N-1)/N·n, and the exit
-    reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers once more for
-    the weight's gradient. With `layout.sequence_parallel` off S is not cut over tensor: nothing moves at the
-    entrance, the exit all-reduces. Over fsdp each weight is gathered in x's dtype, forward and backward, and its
-    gradient reduce-scattered in f32. A bias is added after the exit, hence once.
+    reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers
+    once more for the weight's gradient. With `layout.sequence_parallel` off S is not cut over
+    tensor: nothing moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered
+    in x's dtype, forward and backward, and its gradient reduce-scattered in f32. A bias is added
+    after the exit, hence once.
     """
     several = not isinstance(weights, nnx.Param)
     params = tuple(weights) if several else (weights,)
     plan = _Plan(layout, tuple(param.axes for param in params), enter, leave)
-    ys = _linear(x, tuple(param[...] for param in params), plan)
+    ys: Any = _linear(x, tuple(param[...] for param in params), plan)
     if biases:
         ys = tuple(
-            y if bias is None else _add_bias(y, bias, layout) for y, bias in zip(ys, biases, strict=True)
+            y if bias is None else _add_bias(y, bias, layout)
+            for y, bias in zip(ys, biases, strict=True)
         )
     return ys if several else ys[0]
 
@@ -101,7 +106,7 @@ def _linear_backward(plan, residuals, dys):
         transpose_heads = jax.linear_transpose(partial(own_heads, axes=axes, layout=layout), f32)
         (dweight,) = transpose_heads(_dot_weight(whole, dy))
         dshards.append(_scatter_gradient(dweight, axes, shard.dtype, layout))
-    (dx,) = transpose_enter(sum(dx).astype(x.dtype))
+    (dx,) = transpose_enter(reduce(jnp.add, dx).astype(x.dtype))
     return dx, tuple(dshards)
 
 
@@ -109,10 +114,12 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 def lookup(ids: jax.Array, table: nnx.Param, layout: Layout, dtype: Any) -> jax.Array:
-    """Rows of `table`[V_tensor, D_fsdp] for ids[B, S_context] -> x[B, S_{context,tensor}, D] in `dtype`.
+    """Rows of `table`[V_tensor, D_fsdp] for ids[B, S_context] -> x[B, S_{context,tensor}, D] in
+    `dtype`.
 
-    Vocab parallel (1909.08053): a device gives zeros for rows it does not hold; the exit adds up. Moves what the
-    exit of a `linear` and the gather of a weight move; the table's gradient is reduce-scattered in f32.
+    Vocab parallel (1909.08053): a device gives zeros for rows it does not hold; the exit adds up.
+    Moves what the exit of a `linear` and the gather of a weight move; the table's gradient is
+    reduce-scattered in f32.
     """
     return _lookup(ids, table[...], dtype, _Plan(layout, (table.axes,), None, "tensor"))
 
@@ -131,7 +138,9 @@ def _lookup_forward(ids, shard, dtype, plan):
 
 def _lookup_backward(dtype, plan, residuals, dx):
     ids, shard = residuals
-    table = jax.eval_shape(lambda shard: gather_weight(shard, plan.axes[0], dtype, plan.layout), shard)
+    table = jax.eval_shape(
+        lambda shard: gather_weight(shard, plan.axes[0], dtype, plan.layout), shard
+    )
     rows = jax.ShapeDtypeStruct((*ids.shape, table.shape[1]), dx.dtype)
     (drows,) = jax.linear_transpose(lambda y: _leave(y, plan.leave, plan.layout), rows)(dx)
     row = local_rows(ids, table.shape[0], plan.layout)
@@ -147,14 +156,16 @@ Consume = Callable[..., tuple[jax.Array, jax.Array, Any]]
 def fused_linear(
     x: jax.Array, table: nnx.Param, rows: Any, layout: Layout, consume: Consume, chunk: int
 ) -> tuple[jax.Array, Any]:
-    """Multiply x[B, S_{context,tensor}, D] by `table`[V_tensor, D_fsdp], `chunk` tokens at a time, and add up what
-    `consume` makes of the products, so that no more than [chunk, V_tensor] of them ever exist.
+    """Multiply x[B, S_{context,tensor}, D] by `table`[V_tensor, D_fsdp], `chunk` tokens at a time,
+    and add up what `consume` makes of the products, so that no more than [chunk, V_tensor] of them
+    ever exist.
 
-    `consume(y, rows)` gets y[T, V_tensor] in f32 and the T rows of every leaf of `rows` ([B, S_context, ...]; zeros
-    pad the last chunk); it returns this device's share of the loss, the derivative of the sum of all devices' shares
-    by y, [T, V_tensor], and a pytree of scalars to add up. The gradients of x and table are formed in the same
-    forward sweep: no product is computed twice. Returns the share, differentiable, and the sums, which are not.
-    Moves what the entrance of a `linear` moves.
+    `consume(y, rows)` gets y[T, V_tensor] in f32 and the T rows of every leaf of `rows` ([B,
+    S_context, ...]; zeros pad the last chunk); it returns this device's share of the loss, the
+    derivative of the sum of all devices' shares by y, [T, V_tensor], and a pytree of scalars to add
+    up. The gradients of x and table are formed in the same forward sweep: no product is computed
+    twice. Returns the share, differentiable, and the sums, which are not. Moves what the entrance
+    of a `linear` moves.
     """
     plan = _Plan(layout, (table.axes,), "tensor", None)
     return _fused(x, table[...], rows, plan, consume, chunk)
@@ -193,7 +204,9 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
         if not gradients:
             return dtable, (share, sums, None)
         dy = dy.astype(x.dtype)
-        dtable += lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dtable += lax.dot_general(
+            dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
         return dtable, (share, sums, dy @ table)
 
     tokens = whole.shape[0] * whole.shape[1]
@@ -208,7 +221,7 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
     dtable = jnp.zeros(table.shape, jnp.float32) if gradients else None
     dtable, (share, sums, dx) = lax.scan(one_chunk, dtable, jax.tree.map(cut, (whole, rows)))
     share, sums = jax.tree.map(lambda a: a.sum(axis=0), (share, sums))
-    if not gradients:
+    if dtable is None:
         return share, sums, None
     (dx,) = transpose_enter(dx.reshape(-1, dx.shape[-1])[:tokens].reshape(whole.shape))
     return share, sums, (dx, _scatter_gradient(dtable, axes, shard.dtype, layout))
@@ -222,7 +235,9 @@ def gather_weight(shard: jax.Array, axes: Sequence[str], dtype: Any, layout: Lay
     return weight
 
 
-def _scatter_gradient(dweight: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout) -> jax.Array:
+def _scatter_gradient(
+    dweight: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout
+) -> jax.Array:
     """dW[D, N_tensor]{partial over fsdp} in f32 -> dW[D_fsdp, N_tensor] in the shard's dtype."""
     for dim, name in enumerate(axes):
         dweight = reduce_scatter(dweight, layout.gathered(name), dim, layout)
@@ -232,8 +247,9 @@ def _scatter_gradient(dweight: jax.Array, axes: Sequence[str], dtype: Any, layou
 def own_heads(weight: jax.Array, axes: Sequence[str], layout: Layout) -> jax.Array:
     """The kv heads this tensor rank works with, of a weight or bias that holds all of them.
 
-    With fewer kv heads than tensor shards (or an indivisible number) the parameter is replicated over tensor;
-    each rank takes the heads that its query heads share, and its gradient for the others is zero.
+    With fewer kv heads than tensor shards (or an indivisible number) the parameter is replicated
+    over tensor; each rank takes the heads that its query heads share, and its gradient for the
+    others is zero.
     """
     if "kv_heads" not in axes or layout.axes("kv_heads"):
         return weight
@@ -250,27 +266,37 @@ def _add_bias(y: jax.Array, bias: nnx.Param, layout: Layout) -> jax.Array:
 
 
 def local_rows(ids: jax.Array, rows: int, layout: Layout) -> jax.Array:
-    """Token ids as row numbers of this device's part of a vocabulary table; `rows`, one past it, if not there."""
+    """Token ids as row numbers of this device's part of a vocabulary table; `rows`, one past it, if
+    not there.
+    """
     row = ids - axis_index("tensor", layout) * rows
     return jnp.where((row >= 0) & (row < rows), row, rows)
 
 
 def _enter(x: jax.Array, axis: str | None, layout: Layout) -> jax.Array:
-    """x[B, S_{context,tensor}, D] -> x[B, S_context, D] with sequence parallelism; else x is whole already."""
+    """x[B, S_{context,tensor}, D] -> x[B, S_context, D] with sequence parallelism; else x is whole
+    already.
+    """
     return all_gather(x, axis, SEQUENCE, layout) if axis and layout.sequence_parallel else x
 
 
 def _leave(y: jax.Array, axis: str | None, layout: Layout) -> jax.Array:
-    """y[B, S_context, D]{partial over tensor} -> y[B, S_{context,tensor}, D], or y[B, S_context, D] without."""
+    """y[B, S_context, D]{partial over tensor} -> y[B, S_{context,tensor}, D], or y[B, S_context, D]
+    without.
+    """
     if not axis:
         return y
     return (
-        reduce_scatter(y, axis, SEQUENCE, layout) if layout.sequence_parallel else all_reduce(y, axis, layout)
+        reduce_scatter(y, axis, SEQUENCE, layout)
+        if layout.sequence_parallel
+        else all_reduce(y, axis, layout)
     )
 
 
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x[B, S, *K] ·_K w[*K, *N] -> y[B, S, *N]. Flat operands: CPU and TPU alike multiply matrices best."""
+    """x[B, S, *K] ·_K w[*K, *N] -> y[B, S, *N]. Flat operands: CPU and TPU alike multiply matrices
+    best.
+    """
     k = math.prod(x.shape[2:])
     y = x.reshape(-1, k) @ weight.reshape(k, -1)
     return y.reshape(*x.shape[:2], *weight.shape[x.ndim - 2 :])
@@ -280,7 +306,9 @@ def _dot_input(dy: jax.Array, weight: jax.Array) -> jax.Array:
     """dy[B, S, *N] ·_N w[*K, *N] -> dx[B, S, *K] in f32."""
     n = math.prod(dy.shape[2:])
     dims = (((1,), (1,)), ((), ()))
-    dx = lax.dot_general(dy.reshape(-1, n), weight.reshape(-1, n), dims, preferred_element_type=jnp.float32)
+    dx = lax.dot_general(
+        dy.reshape(-1, n), weight.reshape(-1, n), dims, preferred_element_type=jnp.float32
+    )
     return dx.reshape(*dy.shape[:2], *weight.shape[: weight.ndim - dy.ndim + 2])
 
 

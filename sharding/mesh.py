@@ -1,4 +1,6 @@
-"""Devices and the named mesh over them: simulation on CPU, sizes from config, hybrid meshes across slices."""
+"""Devices and the named mesh over them: simulation on CPU, sizes from config, hybrid meshes across
+slices.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,28 @@ from .rules import mesh_sizes
 def simulate_devices(count: int) -> None:
     """Make the CPU look like `count` devices, which JAX then reports.
 
-    Call it before anything asks JAX for devices: in a notebook, right after the import. Raises ValueError with the
-    reason if JAX has started already with other devices in this process.
+    Call it before anything asks JAX for devices: in a notebook, right after the import. Raises
+    ValueError with the reason if JAX has started already with other devices in this process.
     """
-    # JAX refuses the second setting once its backend is up; that is fine where it is up with the same devices
+    # JAX refuses the second setting once its backend is up; that is fine where it is up with the
+    # same devices
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     found, platform = jax.device_count(), jax.default_backend()
     if (found, platform) != (count, "cpu"):
         raise ValueError(
-            f"device.cpu_devices={count}: JAX has already started in this process with {found} {platform} "
-            f"device{'s' * (found > 1)}; simulate before first use, or restart"
+            f"device.cpu_devices={count}: JAX has already started in this process with {found} "
+            f"{platform} device(s); simulate before first use, or restart"
         )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of `config` over `devices` (default: all), every axis of MESH_AXES present, all of type Auto.
+    """The mesh of `config` over `devices` (default: all): every axis there is, all of type Auto.
 
-    With `mesh.dcn`, an axis of size a with dcn d has d slices (hosts, where devices belong to no slice) as its slow,
-    outer part and a/d devices inside each. Raises ValueError when the sizes do not multiply to the device count or
-    dcn does not multiply to the number of slices.
+    With `mesh.dcn`, an axis of size a with dcn d has d slices (hosts, where devices belong to no
+    slice) as its slow, outer part and a/d devices inside each. Raises ValueError when the sizes do
+    not multiply to the device count, or dcn does not multiply to the number of slices.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(config, len(devices))

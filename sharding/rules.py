@@ -1,24 +1,27 @@
 """Logical axes -> mesh axes: the table, and what a given model and mesh make of it. No JAX here.
 
-A parameter or activation names its dims by logical axis; this table says which mesh axes cut each of them.
-`resolve` applies it to real sizes once, so that every later lookup is a plain one without a shape in it.
+A parameter or activation names its dims by logical axis; this table says which mesh axes cut each
+of them. `resolve` applies it to real sizes once, so that every later lookup is a plain one without
+a shape in it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .config import MESH_AXES, LayoutConfig, MeshConfig
 
 ZERO_AXES = ("data", "fsdp", "expert")
-"""Mesh axes whose devices see different rows: the batch is cut over them, and ZeRO may cut state over them."""
+"""Mesh axes whose devices see different rows: the batch is cut over them, and ZeRO may cut state
+over them.
+"""
 
 RULES: dict[str, tuple[str, ...]] = {
     # dims of parameters
     "vocab": ("tensor",),
-    "embed": ("fsdp",),  # d_model as a matrix dim: the dim ZeRO cuts
+    "embed": ("fsdp",),  # d_model as a dim of a matrix: the dim ZeRO cuts
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -26,14 +29,18 @@ RULES: dict[str, tuple[str, ...]] = {
     "channel": (),  # d_model as a vector (norm scales, output biases): too small to cut
     # dims of activations
     "batch": ZERO_AXES,
-    "seq": ("context", "tensor"),  # between matmul pairs; inside them the sequence is gathered over tensor
+    "seq": (
+        "context",
+        "tensor",
+    ),  # between matmul pairs; inside them the sequence is gathered over tensor
 }
 
 
 @dataclass(frozen=True)
 class Dim:
-    """Size of a logical axis and the config key a user would change to change it."""
+    """A logical axis, a size it has in this model or batch, and the config key that sets it."""
 
+    axis: str
     size: int
     key: str
 
@@ -42,8 +49,8 @@ class Dim:
 class Resolved:
     """The table for one model on one mesh.
 
-    rules: (logical axis, mesh axes) pairs. kv_copies: heads the kv heads are repeated to so that each tensor
-    shard gets whole ones; equal to the number of kv heads when tensor divides it. notes: lines for the
+    rules: (logical axis, mesh axes) pairs. kv_copies: heads that kv heads are repeated to where
+    tensor does not divide them, so that each tensor shard gets whole ones. notes: lines for the
     start-up summary about what stayed replicated.
     """
 
@@ -53,14 +60,21 @@ class Resolved:
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Axis -> size with -1 filled in. Raises ValueError when the sizes do not multiply to `devices`."""
+    """Axis -> size with -1 filled in. Raises ValueError when the sizes do not multiply to
+    `devices`.
+    """
     sizes = config.sizes()
     known = math.prod(size for size in sizes.values() if size > 0)
-    written = " · ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "all of size 1"
+    written = (
+        " · ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+        or "all of size 1"
+    )
     free = [axis for axis, size in sizes.items() if size == -1]
     if free:
         if devices % known:
-            raise ValueError(f"mesh: {written} needs a multiple of {known} devices, but there are {devices}")
+            raise ValueError(
+                f"mesh: {written} needs a multiple of {known} devices, but there are {devices}"
+            )
         sizes[free[0]] = devices // known
     elif known != devices:
         raise ValueError(
@@ -70,27 +84,33 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     return sizes
 
 
-def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Mapping[str, Dim]) -> Resolved:
-    """Check the table against `dims` and `sizes` and settle what the mesh cannot cut.
+def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim]) -> Resolved:
+    """Check the table against `dims` and the mesh's `sizes`, and settle what the mesh cannot cut.
 
-    Raises ValueError with the config keys and both numbers when a dim does not divide. Two things give way
-    instead: a dim that ZeRO would cut is replicated when it does not divide, and kv heads fewer than tensor
-    shards are repeated.
+    Raises ValueError with the config keys and both numbers when a dim does not divide. Two things
+    give way instead: a dim that ZeRO would cut is replicated when it does not divide, and kv heads
+    that tensor does not divide are repeated.
     """
     rules = RULES | {name: _override(name, axes) for name, axes in layout.rules.items()}
-    notes = []
-    kv_copies = dims["kv_heads"].size
-    for name, dim in dims.items():
-        shards = math.prod(sizes[axis] for axis in rules[name])
+    if not layout.sequence_parallel:
+        rules["seq"] = ("context",)
+    notes, kv_copies = [], 0
+    for dim in dims:
+        shards = math.prod(sizes[axis] for axis in rules[dim.axis])
         if dim.size % shards == 0:
             continue
-        over = " · ".join(f"mesh.{axis}={sizes[axis]}" for axis in rules[name] if sizes[axis] > 1)
-        if name == "kv_heads":
+        over = " · ".join(
+            f"mesh.{axis}={sizes[axis]}" for axis in rules[dim.axis] if sizes[axis] > 1
+        )
+        if dim.axis == "kv_heads":
             kv_copies = math.lcm(dim.size, shards)
-            rules[name] = ()
-            notes.append(f"{dim.key}={dim.size} on {over}: kv weights replicated, heads repeated to {kv_copies}")
-        elif set(rules[name]) <= set(ZERO_AXES) and name != "batch":
-            rules[name] = ()
+            rules[dim.axis] = ()
+            notes.append(
+                f"{dim.key}={dim.size} on {over}: kv weights are replicated over tensor, "
+                f"kv heads repeated to {kv_copies}"
+            )
+        elif dim.axis == "embed":
+            rules[dim.axis] = ()
             notes.append(f"{dim.key}={dim.size} is not a multiple of {over}: replicated instead")
         else:
             raise ValueError(f"{dim.key}={dim.size} is not a multiple of {over}")
@@ -98,19 +118,26 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Mapping[str, D
 
 
 def _override(name: str, axes: list[str]) -> tuple[str, ...]:
-    """A row from `layout.rules`. Only the dim that ZeRO cuts may move; the others are part of the algorithms."""
+    """A row from `layout.rules`. Only the dim that ZeRO cuts may move; the others are part of the
+    algorithms.
+    """
     if name not in RULES:
-        raise ValueError(f"layout.rules.{name}: no such logical axis; the rows are {', '.join(RULES)}")
+        raise ValueError(
+            f"layout.rules.{name}: no such logical axis; the rows are {', '.join(RULES)}"
+        )
     for axis in axes:
         if axis not in MESH_AXES:
-            raise ValueError(f"layout.rules.{name}: {axis} is no mesh axis; the axes are {', '.join(MESH_AXES)}")
+            raise ValueError(
+                f"layout.rules.{name}: {axis} is no mesh axis; the axes are {', '.join(MESH_AXES)}"
+            )
     if len(set(axes)) != len(axes):
         raise ValueError(f"layout.rules.{name}=[{', '.join(axes)}] names a mesh axis twice")
     if tuple(axes) == RULES[name]:
         return RULES[name]
     if name != "embed":
         raise ValueError(
-            f"layout.rules.{name}: only the row embed may be changed; {name} stays on [{', '.join(RULES[name])}]"
+            f"layout.rules.{name}: only the row embed may be changed; "
+            f"{name} stays on [{', '.join(RULES[name])}]"
         )
     if foreign := [axis for axis in axes if axis not in ZERO_AXES]:
         raise ValueError(f"layout.rules.embed: {foreign[0]} is not one of {', '.join(ZERO_AXES)}")

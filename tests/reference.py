@@ -1,7 +1,7 @@
-"""The plain model on one device, written from the papers: whole arrays, whole logits, autodiff, nothing clever.
+"""The plain model on one device, from the papers: whole arrays, whole logits, autodiff.
 
-It shares no code with the model it checks, only the parameter tree and the batch. One micro-batch loop, since a mean
-over all valid targets does not care how rows are grouped.
+It shares no code with the model it checks, only the parameter tree and the batch. Rows of all
+micro-batches go through at once: a mean over valid targets does not care how they are grouped.
 """
 
 import jax

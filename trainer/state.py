@@ -1,7 +1,10 @@
-"""State: everything that a run carries from one step to the next, as one pytree; and where its leaves live."""
+"""State: everything that a run carries from one step to the next, as one pytree; and where its
+leaves live.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ..models.transformer import Transformer
-from ..sharding.layout import Layout, specs
+from ..sharding.layout import Layout, make_layout, specs
+from ..sharding.mesh import make_mesh
 from .config import Config
 from .optimizer import make_optimizer
 
@@ -28,22 +32,36 @@ class State:
 
     def next(self, params: Transformer, opt: Any, rows: int) -> State:
         """After an update that consumed `rows` rows."""
-        return replace(self, step=self.step + 1, position=self.position + rows, params=params, opt=opt)
+        return replace(
+            self, step=self.step + 1, position=self.position + rows, params=params, opt=opt
+        )
+
+
+def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:
+    """The config's layout on `devices` (default: all). Raises ValueError where sizes do not fit."""
+    return make_layout(config.layout, make_mesh(config.mesh, devices), config.dims())
 
 
 def init_state(config: Config, layout: Layout) -> State:
     """The first state, made on the mesh in one jit with the shardings it will keep."""
     shardings = state_shardings(abstract_state(config), layout)
-    return jax.jit(lambda: _init(config), out_shardings=shardings)()
+    return jax.jit(lambda: _first_state(config), out_shardings=shardings)()
+
+
+def init_params(config: Config, layout: Layout) -> Transformer:
+    """The parameters of `init_state` alone."""
+    shardings = state_shardings(abstract_state(config), layout).params
+    return jax.jit(lambda: _first_state(config).params, out_shardings=shardings)()
 
 
 def abstract_state(config: Config) -> State:
     """Shapes and dtypes of the state, without a device."""
-    return jax.eval_shape(lambda: _init(config))
+    return jax.eval_shape(lambda: _first_state(config))
 
 
-def _init(config: Config) -> State:
-    params = Transformer(config.model, jax.random.key(config.run.seed))
+def _first_state(config: Config) -> State:
+    # Any: optax's types know no flax module
+    params: Any = Transformer(config.model, jax.random.key(config.run.seed))
     zero = jnp.zeros((), jnp.int32)
     return State(zero, zero, params, make_optimizer(config.optimizer).init(params))
 
@@ -60,3 +78,12 @@ def state_specs(state: State, layout: Layout) -> State:
 
 def state_shardings(state: State, layout: Layout) -> State:
     return jax.tree.map(layout.sharding, state_specs(state, layout))
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Path in dots (`params.blocks.attention.q`) -> leaf, in the order of `jax.tree.leaves`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+    return {
+        name.removesuffix(".value"): leaf for name, (_, leaf) in zip(names, leaves, strict=True)
+    }

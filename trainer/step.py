@@ -1,4 +1,6 @@
-"""One optimizer step, top to bottom: the shard_map that holds forward and backward, then clip and update in plain jit."""
+"""One optimizer step, top to bottom: the shard_map that holds forward and backward, then clip and
+update in plain jit.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ COMPUTE = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def make_train_step(config: Config, layout: Layout):
-    """The jitted step (state, batch) -> (state, metrics): state donated, shardings pinned in and out.
+    """The jitted step (state, batch) -> (state, metrics): state donated, shardings pinned in and
+    out.
 
-    metrics are f32 scalars: `loss` (mean nll in nats over the batch's valid targets), `grad_norm` (before clipping),
-    `lr`, `tokens` (valid targets), and auxiliary losses under their own names.
+    metrics are scalars: `step` and `position` after the update, `loss` (mean nll in nats over the
+    batch's valid targets), `tokens` (valid targets), `grad_norm` (before clipping), `lr`, and
+    auxiliary losses under their own names.
     """
-    optimizer = make_optimizer(config.optimizer)
+    optimizer: Any = make_optimizer(config.optimizer)  # optax's types know no flax module
     schedule = learning_rate(config.optimizer, config.train.steps)
     state = abstract_state(config)
     gradients = shard_loss_and_grads(config, layout, state.params)
@@ -43,8 +47,9 @@ def make_train_step(config: Config, layout: Layout):
             updates, opt = optimizer.update(grads, state.opt, state.params)
             lr = schedule(state.step)
             params = jax.tree.map(lambda p, update: p - lr * update, state.params, updates)
-        metrics |= {"grad_norm": norm, "lr": lr}
-        return state.next(params, opt, rows=config.train.batch_size), metrics
+        state = state.next(params, opt, rows=config.train.batch_size)
+        counters = {"step": state.step, "position": state.position}
+        return state, counters | metrics | {"grad_norm": norm, "lr": lr}
 
     shardings = state_shardings(state, layout)
     return jax.jit(
@@ -56,8 +61,10 @@ def make_train_step(config: Config, layout: Layout):
 
 
 def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
-    """Scale all gradients so that their global norm is at most `limit`; returns them and the norm before."""
-    norm = optax.global_norm(grads)
+    """Scale all gradients so that their global norm is at most `limit`; returns them and the norm
+    before.
+    """
+    norm = optax.tree.norm(grads)
     if limit is None:
         return grads, norm
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
@@ -65,7 +72,9 @@ def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
 
 
 def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
-    """(params, batch) -> (metrics, gradients) as one shard_map over the whole mesh; params only for their structure."""
+    """(params, batch) -> (metrics, gradients) as one shard_map over the whole mesh; params only for
+    their structure.
+    """
     in_specs = specs(params, layout.param_spec)
     out_specs = specs(params, layout.state_spec)
     return jax.shard_map(
@@ -78,10 +87,12 @@ def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
 
 
 def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout: Layout):
-    """Local: this device's part of the batch [G, B, S] through the one-stage schedule, micro-batch by micro-batch.
+    """Local: this device's part of the batch [G, B, S] through the one-stage schedule, micro-batch
+    by micro-batch.
 
-    Weights are divided by the number of valid targets of the GLOBAL batch first; after that every sum over
-    micro-batches and devices is a mean over targets, whatever their distribution. Gradients are f32.
+    Weights are divided by the number of valid targets of the GLOBAL batch first; after that every
+    sum over micro-batches and devices is a mean over targets, whatever their distribution.
+    Gradients are f32.
     """
     in_specs = specs(params, layout.param_spec)
     accumulator_specs = specs(params, layout.accumulator_spec)
@@ -95,7 +106,6 @@ def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout:
         label_smoothing=config.train.label_smoothing,
         softcap=config.model.logit_softcap,
     )
-
 
     def share(params: Transformer, microbatch: Batch):
         return forward_share(params, microbatch, config, layout, loss)
@@ -117,14 +127,18 @@ def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout:
 
 
 def forward_share(params: Transformer, batch: Batch, config: Config, layout: Layout, loss: Loss):
-    """Local: one micro-batch [B, S] through the model -> this device's share of the loss and of the logged sums."""
+    """Local: one micro-batch [B, S] through the model -> this device's share of the loss and of the
+    logged sums.
+    """
     x = embed(params, batch, layout, COMPUTE[config.precision.compute])
     x = blocks(params, x, batch, layout, config.model, config.remat.policy)
     return head_share(params, x, batch, layout, config.model, loss)
 
 
 def make_eval_step(config: Config, layout: Layout):
-    """The jitted (params, batch) -> (summed nll in nats, number of targets) over a global batch [1, B, S]."""
+    """The jitted (params, batch) -> (summed nll in nats, number of targets) over a global batch [1,
+    B, S].
+    """
     params = abstract_state(config).params
     loss = Loss(config.model.vocab_size, softcap=config.model.logit_softcap)
 

@@ -1,0 +1,48 @@
+"""What a person sees while a run goes: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """Takes each step's metrics; shows them as the console allows."""
+
+    def __init__(self, console: Console, every: int, progress: Progress):
+        self.console = console
+        self.every = every
+        self.progress = progress
+        self.task = progress.tasks[0].id
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        loss, rate = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"
+        self.progress.update(self.task, completed=metrics["step"], loss=loss, rate=rate)
+        if not self.console.is_terminal and metrics["step"] % self.every == 0:
+            norm = f"lr {metrics['lr']:.3g}  norm {metrics['grad_norm']:.3g}"
+            self.say(f"step {metrics['step']}  {loss}  {rate}  {norm}")
+
+
+@contextmanager
+def report_steps(steps: int, every: int) -> Iterator[Reporter]:
+    """A bar of `steps` updates while open; on no terminal a line every `every` updates instead."""
+    console = Console()
+    progress = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}  {task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    progress.add_task("training", total=steps, loss="", rate="")
+    with progress:
+        yield Reporter(console, every, progress)

@@ -1,0 +1,215 @@
+"""Law 0 as a command: one batch through one device and through every layout, compared leaf by leaf.
+
+The batch is synthetic and hard on purpose: packed documents, uneven loss masks, a row without any
+target, the targets of one data shard all masked. Everything is computed in f32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from ..models.batch import Batch
+from ..models.transformer import Transformer
+from ..sharding.config import MESH_AXES
+from .config import Config
+from .device import prepare_devices
+from .load import override
+from .state import abstract_state, init_params, lay_out, named_leaves, state_shardings
+from .step import shard_loss_and_grads
+
+LOSS_TOLERANCE = 1e-5
+"""Largest relative difference of the loss and of every other metric."""
+
+GRADIENT_TOLERANCE = 1e-4
+"""Largest difference in a gradient leaf, over the largest value of that leaf."""
+
+SMALLEST_LEAF = 1e-6
+"""A leaf's largest value counts as at least this share of the global gradient norm."""
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "mesh.data": (1, 2),
+    "mesh.fsdp": (1, 2, 4),
+    "mesh.tensor": (1, 2, 4),
+    "layout.zero": (0, 1, 2, 3),
+    "layout.sequence_parallel": ("true", "false"),
+    "train.microbatches": (1, 2),
+    "remat.policy": ("none", "full"),
+}
+"""What the default cover varies: every axis and option that changes how a step is computed. The
+first of each is the reference's."""
+
+REFERENCE = (
+    "device.cpu_devices=null",
+    "mesh.dcn={}",
+    *(f"mesh.{axis}=1" for axis in MESH_AXES),
+    "train.eval_batch_size=null",
+    "precision.compute=f32",
+    *(f"{key}={values[0]}" for key, values in CHOICES.items()),
+)
+"""Overrides that put any config on one device."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layout beside one device. Differences are relative, see the tolerances above."""
+
+    layout: str
+    loss: float
+    metrics: float
+    norm: float
+    gradient: float
+    leaf: str
+
+    @property
+    def equal(self) -> bool:
+        """False for not-a-number too."""
+        return (
+            max(self.loss, self.metrics) <= LOSS_TOLERANCE
+            and max(self.norm, self.gradient) <= GRADIENT_TOLERANCE
+        )
+
+
+def verify(config: Config, layouts: str | Path | None = None) -> bool:
+    """Compare each layout with one device, print a line for each, say whether all are equal.
+
+    layouts: a text file with one layout a line, as key=value overrides of `config` on one device;
+    # starts a comment. Default: a pairwise cover of CHOICES. Raises ValueError where a layout is
+    impossible or there is none.
+    """
+    prepare_devices(config.device)
+    chosen = pairwise_cover(config) if layouts is None else read_layouts(Path(layouts))
+    if not chosen:
+        devices = jax.device_count()
+        raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} devices")
+    console = Console(soft_wrap=True, highlight=False)
+    console.print("relative differences from one device; the gradient's is that of its worst leaf")
+    console.print("         loss     metrics  norm     gradient leaf                layout")
+    equal = 0
+    for result in compare(config, chosen):
+        equal += result.equal
+        verdict = "equal  " if result.equal else "DIFFERS"
+        differences = result.loss, result.metrics, result.norm, result.gradient
+        figures = "  ".join(f"{difference:.1e}" for difference in differences)
+        console.print(f"{verdict}  {figures}  {result.leaf:19} {result.layout}", markup=False)
+    console.print(f"{equal} of {len(chosen)} layouts equal one device")
+    return equal == len(chosen)
+
+
+def compare(config: Config, layouts: Sequence[str]) -> Iterator[Comparison]:
+    """Each layout's loss, metrics and gradients beside those of one device, in f32.
+
+    layouts: overrides, separated by spaces, of the config on one device.
+    """
+    reference = override(config, *REFERENCE)
+    batch = synthetic_batch(reference)
+    params = jax.device_get(init_params(reference, lay_out(reference, jax.devices()[:1])))
+    expected, expected_grads = run_layout(reference, params, batch)
+    norm = global_norm(expected_grads)
+    for layout in layouts:
+        metrics, grads = run_layout(override(reference, *layout.split()), params, batch)
+        differences = {name: relative(metrics[name], value) for name, value in expected.items()}
+        leaves = {
+            name: np.max(np.abs(grads[name] - leaf)) / max(np.abs(leaf).max(), SMALLEST_LEAF * norm)
+            for name, leaf in expected_grads.items()
+        }
+        # not-a-number is the worst of all
+        worst = max(leaves, key=lambda name: np.nan_to_num(leaves[name], nan=np.inf))
+        yield Comparison(
+            layout=layout,
+            loss=differences["loss"],
+            metrics=float(np.max(list(differences.values()))),
+            norm=relative(global_norm(grads), norm),
+            gradient=float(leaves[worst]),
+            leaf=worst,
+        )
+
+
+def run_layout(
+    config: Config, params: Transformer, batch: Batch
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Metrics, and whole gradient leaves by name, of a batch [1, B, S] on the first devices, as
+    many as the config's mesh needs; params and batch from the host.
+    """
+    count = math.prod(config.mesh.sizes().values())
+    if count > jax.device_count():
+        raise ValueError(f"the layout needs {count} devices, there are {jax.device_count()}")
+    layout = lay_out(config, jax.devices()[:count])
+    shardings = state_shardings(abstract_state(config), layout).params
+    params = jax.device_put(params, shardings)
+    pieces = config.train.microbatches
+    batch = jax.tree.map(lambda a: a.reshape(pieces, -1, a.shape[-1]), batch)
+    batch = jax.device_put(batch, layout.sharding(layout.batch_spec()))
+    metrics, grads = jax.jit(shard_loss_and_grads(config, layout, params))(params, batch)
+    metrics, grads = jax.device_get((metrics, named_leaves(grads)))
+    return {name: float(value) for name, value in metrics.items()}, grads
+
+
+def synthetic_batch(config: Config) -> Batch:
+    """[1, B, S] of random tokens in random documents, about a third of the targets masked, the
+    last half of the rows but one without any target, and one row of padding alone."""
+    rng = np.random.default_rng(config.run.seed)
+    shape = rows, tokens = config.train.batch_size, config.train.seq_len
+    ids = rng.integers(0, config.model.vocab_size, (rows, tokens + 1), dtype=np.int32)
+    starts = rng.random(shape) < 4 / tokens
+    starts[:, 0] = True
+    segments = np.cumsum(starts, axis=1, dtype=np.int32) - 1
+    column = np.broadcast_to(np.arange(tokens, dtype=np.int32), shape)
+    positions = column - np.maximum.accumulate(np.where(starts, column, 0), axis=1)
+    weights = (rng.random(shape) < 0.7).astype(np.float32)
+    weights[rows // 2 + 1 :] = 0.0
+    weights[0], segments[0] = 0.0, -1
+    arrays = (ids[:, :-1], ids[:, 1:], weights, positions, segments)
+    return Batch(*(jnp.asarray(array)[None] for array in arrays))
+
+
+def pairwise_cover(config: Config) -> list[str]:
+    """Few layouts in which every two values of different keys of CHOICES meet at least once, as far
+    as `config` and the devices allow; greedy, always the same, larger meshes first.
+    """
+    reference = override(config, *REFERENCE)
+    pairs_of = {}
+    for values in reversed(list(product(*CHOICES.values()))):
+        chosen = [f"{key}={value}" for key, value in zip(CHOICES, values, strict=True)]
+        if 1 < math.prod(values[:3]) <= jax.device_count() and is_possible(reference, chosen):
+            layout = " ".join(choice for choice in chosen if choice not in REFERENCE)
+            pairs_of[layout] = set(combinations(chosen, 2))
+    cover, missing = [], set().union(*pairs_of.values())
+    while missing:
+        cover.append(max(pairs_of, key=lambda layout: len(pairs_of[layout] & missing)))
+        missing -= pairs_of[cover[-1]]
+    return cover
+
+
+def is_possible(config: Config, overrides: Sequence[str]) -> bool:
+    try:
+        override(config, *overrides)
+    except ValueError:
+        return False
+    return True
+
+
+def read_layouts(path: Path) -> list[str]:
+    """Lines of a layouts file without comments and empty ones. Raises ValueError if unreadable."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--layouts {path}: {error}") from None
+    return [line for line in lines if line]
+
+
+def relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1e-30)
+
+
+def global_norm(grads: dict[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in grads.values())))

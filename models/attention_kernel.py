@@ -85,24 +85,22 @@ def _attention_forward(q, k, v, where, mask):
     # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked:
     # without the barrier the masks of every block pair, O(S^2) bytes
     q, k, v, where = lax.optimization_barrier((q, k, v, where))
+    accumulate = partial(_accumulate, mask=mask)
 
     def one_query_block(_, query):
-        q, q_at = query
+        q, q_at, sees = query
 
         def one_key_block(state, key):
-            k, v, k_at = key
-            update = partial(_accumulate, q=q, k=k, v=v, q_at=q_at, k_at=k_at, mask=mask)
-            return lax.cond(
-                _any_visible(q_at, k_at, mask), update, lambda state: state, state
-            ), None
+            *key, visible = key
+            return lax.cond(visible, accumulate, lambda state, *_: state, state, q, q_at, key), None
 
         row = (*q.shape[:-1], 1)
         state = jnp.zeros(q.shape, jnp.float32), jnp.full(row, HIDDEN), jnp.zeros(row, jnp.float32)
-        (o, top, total), _ = lax.scan(one_key_block, state, (k, v, where))
+        (o, top, total), _ = lax.scan(one_key_block, state, (k, v, where, sees))
         total = jnp.where(total > 0, total, 1.0)
         return None, ((o / total).astype(q.dtype), top + jnp.log(total))
 
-    _, (o, logsumexp) = lax.scan(one_query_block, None, (q, where))
+    _, (o, logsumexp) = lax.scan(one_query_block, None, (q, where, _visible_pairs(where, mask)))
     return o, (q, k, v, where, o, logsumexp)
 
 
@@ -110,37 +108,40 @@ def _attention_backward(mask, residuals, do):
     q, k, v, where, o, logsumexp, do = lax.optimization_barrier((*residuals, do))
     inner = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1, keepdims=True)
     queries = (q, do, logsumexp, inner, where)
+    block = jnp.arange(q.shape[0])
 
     def one_key_block(dq, key):
-        k, v, k_at = key
+        *key, seen_by = key
 
         def one_query_block(state, query):
-            i, (q, do, logsumexp, inner, q_at) = query
-            differentiate = partial(
-                _block_gradients, q, k, v, do, logsumexp, inner, q_at=q_at, k_at=k_at, mask=mask
-            )
-            shapes = jax.eval_shape(differentiate)
-            nothing = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-            dq_i, dk_i, dv_i = lax.cond(_any_visible(q_at, k_at, mask), differentiate, nothing)
+            i, visible, query = query
             dq, dk, dv = state
+            differentiate = partial(_block_gradients, mask=mask)
+            shapes = jax.eval_shape(differentiate, query, key)
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            dq_i, dk_i, dv_i = lax.cond(visible, differentiate, lambda *_: zeros, query, key)
             return (dq.at[i].add(dq_i), dk + dk_i, dv + dv_i), None
 
+        k, v, _ = key
         state = dq, jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-        (dq, dk, dv), _ = lax.scan(one_query_block, state, (jnp.arange(q.shape[0]), queries))
+        (dq, dk, dv), _ = lax.scan(one_query_block, state, (block, seen_by, queries))
         return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
 
-    dq, (dk, dv) = lax.scan(one_key_block, jnp.zeros(q.shape, jnp.float32), (k, v, where))
+    dq = jnp.zeros(q.shape, jnp.float32)
+    dq, (dk, dv) = lax.scan(one_key_block, dq, (k, v, where, _visible_pairs(where, mask).T))
     return dq.astype(q.dtype), dk, dv, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _accumulate(state, *, q, k, v, q_at: Tokens, k_at: Tokens, mask: Mask):
-    """One key block into the online softmax of one query block: state is (o, running max, running
-    sum) in f32.
+def _accumulate(state, q, q_at: Tokens, key, *, mask: Mask):
+    """One key block (k, v, k_at) into the online softmax of one query block.
+
+    state: (o, running max, running sum) in f32.
     """
     o, top, total = state
+    k, v, k_at = key
     score, visible = _scores(q, k, q_at, k_at, mask)
     new_top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
     weight = jnp.where(visible, jnp.exp(score - new_top), 0.0)
@@ -149,10 +150,13 @@ def _accumulate(state, *, q, k, v, q_at: Tokens, k_at: Tokens, mask: Mask):
     return o, new_top, total * shrink + jnp.sum(weight, axis=-1, keepdims=True)
 
 
-def _block_gradients(q, k, v, do, logsumexp, inner, *, q_at: Tokens, k_at: Tokens, mask: Mask):
-    """dq, dk, dv in f32 that one (query block, key block) pair adds. inner is sum(o·do) per query
-    row.
+def _block_gradients(query, key, *, mask: Mask):
+    """dq, dk, dv in f32 that one pair of blocks adds.
+
+    query: (q, do, logsumexp, sum(o·do) per row, q_at). key: (k, v, k_at).
     """
+    q, do, logsumexp, inner, q_at = query
+    k, v, k_at = key
     score, visible = _scores(q, k, q_at, k_at, mask)
     weight = jnp.where(visible, jnp.exp(score - logsumexp), 0.0)
     dweight = jnp.matmul(do, v.mT, preferred_element_type=jnp.float32)
@@ -184,38 +188,38 @@ def _scores(q, k, q_at: Tokens, k_at: Tokens, mask: Mask):
     return jnp.where(visible, score, HIDDEN), visible
 
 
-def _any_visible(q_at: Tokens, k_at: Tokens, mask: Mask) -> jax.Array:
-    """Whether any key of one block can be visible to any query of the other; never False when one
-    is.
+def _visible_pairs(at: Tokens, mask: Mask) -> jax.Array:
+    """[query blocks, key blocks]: whether any key of one can be visible to any query of the other.
 
-    Bounds only: documents by their ranges, causality by the last query and the first key in
-    (document, position) order, the window by positions where each block lies in a single document.
+    at: of all blocks, [blocks, B, Q]. Never False where one is visible. Bounds only: documents by
+    their ranges, causality by the last query and the first key in (document, position) order, the
+    window by positions where each block lies in a single document.
     """
-    q_first, q_last = _ends(q_at)
-    k_first, k_last = _ends(k_at)
-    possible = (q_first[0] <= k_last[0]) & (k_first[0] <= q_last[0]) & (q_last[0] >= 0)
+    first, last = _ends(at)
+    (q_first, q_first_at), (q_last, q_last_at) = jax.tree.map(lambda a: a[:, None], (first, last))
+    (k_first, k_first_at), (k_last, k_last_at) = jax.tree.map(lambda a: a[None, :], (first, last))
+    possible = (q_first <= k_last) & (k_first <= q_last)
     if mask.causal:
-        possible &= (k_first[0] < q_last[0]) | (
-            (k_first[0] == q_last[0]) & (k_first[1] <= q_last[1])
-        )
+        possible &= (k_first < q_last) | ((k_first == q_last) & (k_first_at <= q_last_at))
     if mask.window:
-        single = (q_first[0] == q_last[0]) & (k_first[0] == k_last[0])
-        possible &= ~single | (q_first[1] - k_last[1] < mask.window)
+        single = (q_first == q_last) & (k_first == k_last)
+        possible &= ~single | (q_first_at - k_last_at < mask.window)
         if not mask.causal:
-            possible &= ~single | (k_first[1] - q_last[1] < mask.window)
-    return jnp.any(possible)
+            possible &= ~single | (k_first_at - q_last_at < mask.window)
+    return jnp.any(possible, axis=-1)
 
 
 def _ends(at: Tokens):
-    """First and last (segment, position) of each row of a block, padding left out; each [B].
+    """First and last (segment, position) of each row of each block, padding left out; [blocks, B].
 
     A row of padding alone has first > last, so its ranges meet nothing.
     """
-    real = at.segments >= 0
+    segments, positions = at.segments, at.positions
+    real = segments >= 0
     big = jnp.iinfo(jnp.int32).max
-    first = jnp.min(jnp.where(real, at.segments, big), axis=1)
-    last = jnp.max(jnp.where(real, at.segments, -1), axis=1)
-    in_first, in_last = at.segments == first[:, None], at.segments == last[:, None]
-    first_position = jnp.min(jnp.where(in_first, at.positions, big), axis=1)
-    last_position = jnp.max(jnp.where(in_last, at.positions, -1), axis=1)
-    return (first, first_position), (last, last_position)
+    first = jnp.min(jnp.where(real, segments, big), axis=-1)
+    last = jnp.max(jnp.where(real, segments, -1), axis=-1)
+    in_first, in_last = segments == first[..., None], segments == last[..., None]
+    first_at = jnp.min(jnp.where(in_first, positions, big), axis=-1)
+    last_at = jnp.max(jnp.where(in_last, positions, -1), axis=-1)
+    return (first, first_at), (last, last_at)

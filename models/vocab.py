@@ -20,8 +20,11 @@ from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
 from ..sharding.layout import Layout
 from ..sharding.linear import fused_linear, local_rows
 
-CHUNK = 512
-"""Tokens whose logits exist at once."""
+LOGITS_AT_ONCE = 2**22
+"""f32 logits that exist at once on a device, 16 MiB; but those of SMALLEST_CHUNK tokens always."""
+
+SMALLEST_CHUNK = 256
+"""Tokens of a chunk that are worth reading the table and updating its gradient for."""
 
 
 class Loss(NamedTuple):
@@ -51,7 +54,8 @@ def cross_entropy_share(
     hence 1/tensor of it.
     """
     rows = {"target": targets, "weight": weights}
-    return fused_linear(x, table, rows, layout, partial(_score, layout=layout, loss=loss), CHUNK)
+    chunk = max(SMALLEST_CHUNK, LOGITS_AT_ONCE // table.shape[0])
+    return fused_linear(x, table, rows, layout, partial(_score, layout=layout, loss=loss), chunk)
 
 
 def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, loss: Loss):
@@ -73,27 +77,20 @@ def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, los
     total, target_logit, *logit_sum = all_reduce(local, "tensor", layout)
     logsumexp = top + jnp.log(total)
     nll = logsumexp - target_logit
-    sums = {"loss": nll}
-    dlogits_p, dlogits_target, dlogits_all = 1.0, 1.0, 0.0
-    objective = nll
-    if smoothing := loss.label_smoothing:
+    objective, sums = nll, {"loss": nll}
+    p_factor, smoothing = 1.0, loss.label_smoothing
+    if smoothing:
         sums["smoothing_loss"] = smoothing * (target_logit - logit_sum[0] / loss.vocab_size)
         objective += sums["smoothing_loss"]
-        dlogits_target, dlogits_all = 1.0 - smoothing, smoothing / loss.vocab_size
     if loss.z_loss:
         sums["z_loss"] = loss.z_loss * logsumexp**2
         objective += sums["z_loss"]
-        dlogits_p += 2.0 * loss.z_loss * logsumexp
+        p_factor += 2.0 * loss.z_loss * logsumexp
 
-    dlogits = dlogits_p * (exp / total) - jnp.where(at_target, dlogits_target, 0.0)
-    if smoothing:
-        dlogits -= jnp.where(real, dlogits_all, 0.0)
+    dlogits = p_factor * (exp / total) - jnp.where(at_target, 1.0 - smoothing, 0.0)
+    dlogits -= jnp.where(real, smoothing / loss.vocab_size, 0.0)
     if loss.softcap is not None:
         dlogits *= jnp.where(real, 1.0 - (capped / loss.softcap) ** 2, 0.0)
-    share = partial(jnp.sum, dtype=jnp.float32)
     once = weight / layout.size("tensor")
-    return (
-        share(objective * once),
-        dlogits * weight,
-        {name: share(a * once) for name, a in sums.items()},
-    )
+    share, *parts = (jnp.sum(a * once) for a in (objective, *sums.values()))
+    return share, dlogits * weight, dict(zip(sums, parts, strict=True))

@@ -93,14 +93,14 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
         raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} devices")
     console = Console(soft_wrap=True, highlight=False)
     console.print("relative differences from one device; the gradient's is that of its worst leaf")
-    console.print("         loss     metrics  norm     gradient leaf                layout")
+    console.print("         loss     metrics  norm     gradient leaf                     layout")
     equal = 0
     for result in compare(config, chosen):
         equal += result.equal
         verdict = "equal  " if result.equal else "DIFFERS"
         differences = result.loss, result.metrics, result.norm, result.gradient
         figures = "  ".join(f"{difference:.1e}" for difference in differences)
-        console.print(f"{verdict}  {figures}  {result.leaf:19} {result.layout}", markup=False)
+        console.print(f"{verdict}  {figures}  {result.leaf:24} {result.layout}", markup=False)
     console.print(f"{equal} of {len(chosen)} layouts equal one device")
     return equal == len(chosen)
 

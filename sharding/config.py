@@ -20,18 +20,25 @@ NOT_BUILT_AXES = ("replica", "pipe", "expert", "context")
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """What every section is: no unknown key, no value of another type, no number that is none."""
 
-AxisSize = Annotated[int, Field(description="devices along this axis; -1 takes what is left")]
+NOT_YET = Field(description="not built yet: 1")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MeshConfig:
-    replica: AxisSize = 1
-    pipe: AxisSize = 1
-    data: AxisSize = -1
-    fsdp: AxisSize = 1
-    expert: AxisSize = 1
-    context: AxisSize = 1
-    tensor: AxisSize = 1
+    replica: Annotated[int, NOT_YET] = 1
+    pipe: Annotated[int, NOT_YET] = 1
+    data: Annotated[
+        int,
+        Field(description="devices that see different rows and hold the same; -1: what is left"),
+    ] = -1
+    fsdp: Annotated[
+        int, Field(description="devices that see different rows and share the state by layout.zero")
+    ] = 1
+    expert: Annotated[int, NOT_YET] = 1
+    context: Annotated[int, NOT_YET] = 1
+    tensor: Annotated[
+        int, Field(description="devices that share each layer's heads, hidden width and vocabulary")
+    ] = 1
     dcn: Annotated[
         dict[str, int],
         Field(

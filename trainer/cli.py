@@ -1,7 +1,7 @@
 """The `meshwright` command. A config is checked before JAX is imported: mistakes answer at once.
 
-Exit codes: 0 done; 1 `verify` found a mismatch, or a bug (with its traceback); 2 the config or the
-input is wrong (one line on stderr).
+Exit codes: 0 done; 2 the config or the input is wrong; 1 anything else: `verify` found a mismatch,
+the run cannot go on, the disk refuses (one line on stderr), or a bug (with its traceback).
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if not _is_ours(error):
             raise
-        print(f"meshwright: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
+    except RuntimeError as error:
+        if not _is_ours(error):
+            raise
+        return _fail(error, 1)
+    except OSError as error:  # the disk's fault, not ours: its message names the path
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+
+
+def _fail(reason: object, code: int) -> int:
+    print(f"meshwright: {reason}", file=sys.stderr)
+    return code
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -111,7 +123,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command(_train, "train a model; its run folder is run.dir/run.name")
     command(_eval, "loss of a finished run on its whole held-out set", "run")
     verify = command(_verify, "compare loss and gradients of every layout with one device")
-    verify.add_argument("--layouts", metavar="FILE", help="the layouts to compare, in YAML")
+    verify.add_argument(
+        "--layouts", metavar="FILE", help="one layout a line, as key=value overrides of one device"
+    )
     config = command(_config, "print the resolved config with each field's meaning", nargs="?")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
     command(_tokenize, "write the token store that training reads")
@@ -124,7 +138,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _is_ours(error: ValueError) -> bool:
+def _is_ours(error: Exception) -> bool:
     """Whether this package raised it, for the user to read; out of a library it is a bug."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals["__name__"].startswith(__name__.partition(".")[0] + ".")

@@ -91,18 +91,24 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     if not chosen:
         devices = jax.device_count()
         raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} devices")
+    return print_comparisons(config, chosen)
+
+
+def print_comparisons(config: Config, layouts: Sequence[str]) -> bool:
+    """A line for each layout as soon as it is compared; whether all are equal."""
     console = Console(soft_wrap=True, highlight=False)
     console.print("relative differences from one device; the gradient's is that of its worst leaf")
-    console.print("         loss     metrics  norm     gradient leaf                     layout")
+    head = "loss", "metrics", "norm", "gradient"
+    console.print(f"{'':9}{'  '.join(f'{name:8}' for name in head)} {'of leaf':24} layout")
     equal = 0
-    for result in compare(config, chosen):
+    for result in compare(config, layouts):
         equal += result.equal
         verdict = "equal  " if result.equal else "DIFFERS"
         differences = result.loss, result.metrics, result.norm, result.gradient
-        figures = "  ".join(f"{difference:.1e}" for difference in differences)
-        console.print(f"{verdict}  {figures}  {result.leaf:24} {result.layout}", markup=False)
-    console.print(f"{equal} of {len(chosen)} layouts equal one device")
-    return equal == len(chosen)
+        figures = "  ".join(f"{difference:<8.1e}" for difference in differences)
+        console.print(f"{verdict}  {figures} {result.leaf:24} {result.layout}", markup=False)
+    console.print(f"{equal} of {len(layouts)} layouts equal one device")
+    return equal == len(layouts)
 
 
 def compare(config: Config, layouts: Sequence[str]) -> Iterator[Comparison]:
@@ -176,18 +182,30 @@ def pairwise_cover(config: Config) -> list[str]:
     """Few layouts in which every two values of different keys of CHOICES meet at least once, as far
     as `config` and the devices allow; greedy, always the same, larger meshes first.
     """
-    reference = override(config, *REFERENCE)
-    pairs_of = {}
-    for values in reversed(list(product(*CHOICES.values()))):
-        chosen = [f"{key}={value}" for key, value in zip(CHOICES, values, strict=True)]
-        if 1 < math.prod(values[:3]) <= jax.device_count() and is_possible(reference, chosen):
-            layout = " ".join(choice for choice in chosen if choice not in REFERENCE)
-            pairs_of[layout] = set(combinations(chosen, 2))
+    pairs_of = {
+        layout: set(combinations(values, 2)) for layout, values in possible_layouts(config).items()
+    }
     cover, missing = [], set().union(*pairs_of.values())
     while missing:
         cover.append(max(pairs_of, key=lambda layout: len(pairs_of[layout] & missing)))
         missing -= pairs_of[cover[-1]]
     return cover
+
+
+def possible_layouts(config: Config) -> dict[str, list[str]]:
+    """Every combination of CHOICES that `config` and the devices allow, one device left out: the
+    layout, as overrides of the reference -> all its choices.
+    """
+    reference = override(config, *REFERENCE)
+    layouts = {}
+    for values in reversed(list(product(*CHOICES.values()))):
+        chosen = [f"{key}={value}" for key, value in zip(CHOICES, values, strict=True)]
+        devices = math.prod(
+            value for key, value in zip(CHOICES, values, strict=True) if key.startswith("mesh.")
+        )
+        if 1 < devices <= jax.device_count() and is_possible(reference, chosen):
+            layouts[" ".join(choice for choice in chosen if choice not in REFERENCE)] = chosen
+    return layouts
 
 
 def is_possible(config: Config, overrides: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -98,3 +99,21 @@ def test_wheel_holds_every_preset_and_module(tmp_path):
     modules = [path for path in SOURCES if "scripts" not in path.parts]
     wanted = [*modules, *presets().values(), ROOT / "__init__.py"]
     assert {f"meshwright/{path.relative_to(ROOT)}" for path in wanted} <= held
+
+
+def test_readme_lists_every_config_key():
+    screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The config on one")[2]
+    written = [
+        line for line in screen.partition("## Commands")[0].splitlines() if line[:4] == " " * 4
+    ]
+    tree = {}
+    for line in written:
+        if line[4] != " ":  # a section's first line; the others are indented further
+            section = line.split()[0]
+            tree[section] = []
+        tree[section] += line.split()[line[4] != " " :]
+    sections = meshwright.Config.__pydantic_fields__
+    assert tree == {
+        name: [field.name for field in dataclasses.fields(section.annotation)]
+        for name, section in sections.items()
+    }

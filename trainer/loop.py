@@ -25,7 +25,7 @@ from .evaluate import counting_levels, describe_evaluation, evaluate
 from .flops import mfu, peak_flops, step_flops
 from .load import to_yaml
 from .metrics import plot_loss, write_line
-from .state import State, init_state, lay_out
+from .state import State, abstract_state, init_state, lay_out
 from .step import make_eval_step, make_train_step
 from .summary import summarize
 
@@ -98,12 +98,13 @@ def train(config: Config) -> Result:
                 )
             reporter.step(values)
 
-        state = init_state(config, layout)
-        for line in summarize(config, layout, state):
+        shapes = abstract_state(config)
+        for line in summarize(config, layout, shapes):
             reporter.say(line)
         reporter.say(f"run         {folder}")
         reporter.say("compiling   the step")
-        step = make_train_step(config, layout).lower(state, read_batch(0)).compile()
+        step = make_train_step(config, layout).lower(shapes, read_batch(0)).compile()
+        state = init_state(config, layout)
         eval_step = make_eval_step(config, layout)
         levels = counting_levels(store)
 

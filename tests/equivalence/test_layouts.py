@@ -1,0 +1,178 @@
+"""Law 0: loss, metrics and every gradient leaf of one device, in every layout."""
+
+import math
+from itertools import combinations
+
+import jax
+import numpy as np
+import pytest
+from runs import (
+    SMALL,
+    assert_same_gradients,
+    assert_same_metrics,
+    gradients,
+    make_config,
+    reference_gradients,
+)
+
+from meshwright.sharding import linear
+from meshwright.trainer import step, verify
+
+COVER = verify.pairwise_cover(make_config(*SMALL))
+PARTS = 2
+
+
+def choices_of(layout):
+    """Value of every key of CHOICES in a layout that leaves the reference's out."""
+    first = {key: str(values[0]) for key, values in verify.CHOICES.items()}
+    return first | dict(choice.split("=") for choice in layout.split())
+
+
+def test_the_cover_holds_every_pair_that_eight_devices_allow():
+    choices = [(key, str(value)) for key, values in verify.CHOICES.items() for value in values]
+    pairs = {(a, b) for a, b in combinations(choices, 2) if a[0] != b[0]}
+    pairs.remove((("mesh.fsdp", "4"), ("mesh.tensor", "4")))
+    assert {
+        pair for layout in COVER for pair in combinations(choices_of(layout).items(), 2)
+    } == pairs
+    assert len(set(COVER)) == len(COVER)
+    for layout in COVER:
+        chosen = choices_of(layout)
+        assert (
+            1 < math.prod(int(chosen[f"mesh.{axis}"]) for axis in ("data", "fsdp", "tensor")) <= 8
+        )
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_layout_of_the_cover_equals_one_device(part):
+    results = list(verify.compare(make_config(*SMALL), COVER[part::PARTS]))
+    assert [result.layout for result in results] == COVER[part::PARTS]
+    assert not [result for result in results if not result.equal]
+
+
+RICH = (
+    *SMALL,
+    "model.bias=all",
+    "model.qk_norm=true",
+    "model.attention_softcap=2.0",
+    "model.logit_softcap=3.0",
+    "train.label_smoothing=0.1",
+)
+TIED = (
+    *SMALL,
+    "model.bias=qkv",
+    "model.tie_embeddings=true",
+    "model.window=5",
+    "train.z_loss=0.01",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (RICH, "mesh.data=2 mesh.tensor=4 layout.zero=2"),
+        (TIED, "mesh.fsdp=2 mesh.tensor=4 layout.sequence_parallel=false train.microbatches=2"),
+        (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.rules.embed=[data,fsdp]"),
+        pytest.param(RICH, "mesh.data=2 mesh.fsdp=4 layout.zero=1", marks=pytest.mark.slow),
+        pytest.param(
+            TIED,
+            "mesh.data=2 mesh.fsdp=2 layout.rules.embed=[fsdp,data] layout.zero=2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_option_of_the_model_in_layouts(model, layout):
+    """Also kv heads repeated over tensor, auxiliary losses (C32), ZeRO over two mesh axes."""
+    metrics, grads = gradients(*model, *layout.split())
+    expected, expected_grads = gradients(*model)
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
+
+
+ODD = (
+    "model.vocab_size=263",
+    "model.vocab_multiple=6",
+    "model.layers=3",
+    "model.d_model=15",
+    "model.heads=6",
+    "model.kv_heads=3",
+    "model.head_dim=6",
+    "model.d_ff=10",
+    "train.batch_size=12",
+    "train.seq_len=18",
+)
+
+
+def test_odd_sizes():
+    """fsdp does not divide d_model, tensor not the kv heads; few sizes are powers of two."""
+    metrics, grads = gradients(*ODD, "mesh.fsdp=4", "mesh.tensor=2", "train.microbatches=3")
+    expected, expected_grads = reference_gradients(*ODD)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    assert_same_gradients(grads, expected_grads)
+
+
+def test_recomputation_changes_no_bit():
+    metrics, grads = gradients(*SMALL, "remat.policy=full")
+    expected, expected_grads = gradients(*SMALL)
+    assert metrics == expected
+    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+
+
+def test_bf16_computes_near_f32_and_keeps_f32_gradients():
+    metrics, grads = gradients(*SMALL, "precision.compute=bf16", "mesh.fsdp=2", "mesh.tensor=2")
+    expected, expected_grads = gradients(*SMALL)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)
+    for name, leaf in grads.items():
+        assert leaf.dtype == np.float32
+        np.testing.assert_allclose(
+            leaf, expected_grads[name], rtol=0, atol=0.1 * np.abs(expected_grads[name]).max()
+        )
+
+
+def skip_reduction(monkeypatch):
+    """Gradients are scattered, but not added up over the other axes."""
+    monkeypatch.setattr(step, "reduce_gradients", step.scatter_gradients)
+
+
+def skip_exit(monkeypatch):
+    """Row-parallel products stay partial sums, cut where they should be reduce-scattered."""
+
+    def leave(y, axis, layout):
+        if not axis:
+            return y
+        tokens = y.shape[1] // layout.size(axis)
+        return jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index(axis) * tokens, tokens, 1)
+
+    monkeypatch.setattr(linear, "_leave", leave)
+
+
+def count_tensor_ranks(monkeypatch):
+    """C32: the gradient is right, the logged loss too large by the group size."""
+
+    def share(*arguments):
+        value, sums = step_share(*arguments)
+        return value, {name: 2 * total for name, total in sums.items()}
+
+    step_share = step.forward_share
+    monkeypatch.setattr(step, "forward_share", share)
+
+
+def test_verify_finds_planted_bugs(monkeypatch):
+    """In a layout of the cover, so one that equals one device without them."""
+    layout = next(
+        layout
+        for layout in map(choices_of, COVER)
+        if layout["mesh.data"] == layout["mesh.tensor"] == "2"
+        and layout["layout.sequence_parallel"] == "true"
+    )
+    layout = " ".join(f"{key}={value}" for key, value in layout.items())
+    # the first changes nothing on one device: the reference, computed with it, is right
+    bugs = [skip_reduction, skip_exit, count_tensor_ranks]
+    results = verify.compare(make_config(*SMALL), [layout] * len(bugs))
+    for bug in bugs:
+        with monkeypatch.context() as patch:
+            bug(patch)
+            result = next(results)
+        assert not result.equal
+        # where only the logged loss is wrong, gradients are right
+        assert (result.gradient < verify.GRADIENT_TOLERANCE) == (bug is count_tensor_ranks)

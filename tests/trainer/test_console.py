@@ -1,0 +1,73 @@
+"""What is printed: lines where there is no terminal, a bar where there is one."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from meshwright.trainer import console
+
+
+def metrics(step: int) -> dict:
+    return {
+        "step": step,
+        "loss": 2.0 + step / 1000,
+        "tokens_per_second": 12345.6,
+        "lr": 0.00123,
+        "grad_norm": 0.9876,
+    }
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """A function that reports ten steps on a console of 100 columns and gives back its text."""
+
+    def show(*, terminal: bool, say: str = "", every: int = 4) -> str:
+        file = io.StringIO()
+        settings = {"file": file, "force_terminal": terminal, "width": 100, "color_system": None}
+        monkeypatch.setattr(console, "Console", lambda: Console(**settings))
+        with console.report_steps(10, every) as reporter:
+            for step in range(1, 11):
+                reporter.step(metrics(step))
+                if say and step == 5:
+                    reporter.say(say)
+        return file.getvalue()
+
+    return show
+
+
+def test_without_a_terminal_a_line_every_few_steps(shown):
+    assert shown(terminal=False).splitlines() == [
+        "step 4  loss 2.0040  12,346 tokens/s  lr 0.00123  norm 0.988",
+        "step 8  loss 2.0080  12,346 tokens/s  lr 0.00123  norm 0.988",
+    ]
+
+
+def test_without_a_terminal_nothing_but_text_is_written(shown):
+    assert re.fullmatch(r"[\w .,/\n]+", shown(terminal=False, every=1))
+
+
+def test_on_a_terminal_a_bar_and_no_lines(shown):
+    text = shown(terminal=True)
+    assert "━" in text
+    assert "10/10" in text
+    assert "loss 2.0100  12,346 tokens/s" in text
+    assert not re.search(r"step \d", text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_is_said_stands_unchanged_on_one_line(shown, terminal):
+    line = f"run [bold]a[/bold] {'x' * 150} 3.14"
+    assert line in shown(terminal=terminal, say=line)
+
+
+def test_the_bar_is_closed_when_a_step_fails(monkeypatch):
+    """Else the terminal stays without a cursor."""
+    file = io.StringIO()
+    monkeypatch.setattr(console, "Console", lambda: Console(file=file, force_terminal=True))
+    with pytest.raises(KeyError), console.report_steps(10, 1) as reporter:
+        reporter.step({"step": 1})
+    assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")

@@ -1,0 +1,82 @@
+"""Devices and the compilation cache, each in a process of its own: JAX starts once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter that has `prepare` and `jax`."""
+    head = """
+    import jax
+    from meshwright.trainer.config import DeviceConfig
+    from meshwright.trainer.device import prepare_devices
+
+    def prepare(**settings):
+        try:
+            prepare_devices(DeviceConfig(**settings))
+        except ValueError as error:
+            print(error)
+    """
+    script = textwrap.dedent(head) + textwrap.dedent(code)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_the_compilation_cache_is_in_the_user_s_cache_folder(tmp_path):
+    """Four devices are simulated, and what they compile is kept; JAX keeps it if it took long."""
+    code = """
+    prepare(cpu_devices=4)
+    print(jax.device_count(), jax.default_backend(), jax.config.jax_compilation_cache_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.jit(lambda x: x + 1)(1).block_until_ready()
+    """
+    folder = tmp_path / "meshwright" / "xla"
+    assert run(code, XDG_CACHE_HOME=str(tmp_path)) == f"4 cpu {folder}\n"
+    assert list(folder.iterdir())
+
+
+@pytest.mark.parametrize("choice", ["'here'", "None"])
+def test_the_compilation_cache_is_elsewhere_or_off(choice):
+    code = f"""
+    prepare(platform="cpu", compile_cache={choice})
+    print(jax.config.jax_compilation_cache_dir)
+    """
+    assert run(code) == choice.strip("'") + "\n"
+
+
+def test_what_jax_started_differently_cannot_be_changed():
+    code = """
+    prepare(cpu_devices=2)
+    prepare(cpu_devices=2)
+    prepare(cpu_devices=3)
+    prepare(platform="tpu")
+    prepare(platform="cpu")
+    print(jax.device_count())
+    """
+    assert run(code).splitlines() == [
+        "device.cpu_devices=3: JAX has already started in this process with 2 cpu device(s); "
+        "simulate before first use, or restart",
+        "device.platform=tpu: JAX has already started on cpu",
+        "2",
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="there may be a TPU")
+def test_a_platform_that_is_not_there():
+    (line,) = run('prepare(platform="tpu")').splitlines()
+    assert line.startswith("device.platform=tpu: ")
+    assert "tpu" in line.removeprefix("device.platform=tpu: ")

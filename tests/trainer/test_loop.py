@@ -1,0 +1,266 @@
+"""The loop's order, its stops, its folder, and one whole run from config to picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.trainer import loop
+from meshwright.trainer.cli import main
+from meshwright.trainer.config import Config, RunConfig
+from meshwright.trainer.load import load, override, to_yaml
+from meshwright.trainer.loop import RunError, is_due, make_run_folder, next_stop, run_steps, train
+from meshwright.trainer.metrics import read_lines
+from meshwright.trainer.optimizer import learning_rate
+
+STEP_KEYS = {
+    *("step", "position", "loss", "grad_norm", "lr", "tokens"),
+    *("step_time", "tokens_per_second", "mfu"),
+}
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What a fake step and a patched `jax.device_get` did, in order."""
+    made = []
+
+    def fetch(metrics):
+        made.append(f"fetch {metrics['step']}")
+        return metrics
+
+    monkeypatch.setattr(jax, "device_get", fetch)
+    return made
+
+
+def run_fake_steps(events, count: int):
+    def step(state, batch):
+        events.append(f"dispatch {batch}")
+        return state + 1, {"step": batch}
+
+    def record(metrics, seconds):
+        assert seconds >= 0
+        events.append(f"record {metrics['step']}")
+
+    return run_steps(step, 0, ((10 * i, i) for i in range(1, count + 1)), record)
+
+
+def test_metrics_are_fetched_after_the_next_step_is_dispatched(events):
+    assert run_fake_steps(events, 4) == 4
+    assert events == [
+        *("dispatch 1", "dispatch 2", "fetch 1", "record 1"),
+        *("dispatch 3", "fetch 2", "record 2"),
+        *("dispatch 4", "fetch 3", "record 3"),
+        *("fetch 4", "record 4"),
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_every_step_is_recorded_once_in_order(events, count):
+    assert run_fake_steps(events, count) == count
+    steps = range(1, count + 1)
+    assert [e for e in events if e.startswith("record")] == [f"record {i}" for i in steps]
+
+
+def test_the_seconds_of_all_steps_are_those_of_the_loop(events, monkeypatch):
+    clock = iter([100.0, 101.0, 103.0, 106.0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
+    seconds = []
+    run_steps(
+        lambda state, batch: (state, {"step": batch}),
+        None,
+        [(0, 1), (0, 2), (0, 3)],
+        lambda metrics, value: seconds.append(value),
+    )
+    assert seconds == [1.0, 2.0, 3.0]
+
+
+PERIODS = st.lists(st.integers(0, 12), min_size=2, max_size=2)
+
+
+@given(st.integers(1, 60), PERIODS)
+def test_the_loop_stops_wherever_something_is_due_and_nowhere_else(steps, periods):
+    done, stops = 0, []
+    while done < steps:
+        done = next_stop(done, steps, *periods)
+        stops.append(done)
+    due = [i for i in range(1, steps) if any(is_due(i, every) for every in periods)]
+    assert stops == [*due, steps]
+
+
+@given(st.integers(1, 100), st.integers(0, 100))
+def test_something_is_due_after_every_multiple_of_its_period(step, every):
+    assert is_due(step, every) == (every > 0 and step in range(every, step + 1, every))
+
+
+def config_in(path, name="run") -> Config:
+    return Config(run=RunConfig(dir=str(path), name=name))
+
+
+def test_the_run_folder_is_made_with_its_config(tmp_path):
+    config = config_in(tmp_path / "not" / "yet")
+    folder = make_run_folder(config)
+    assert folder == tmp_path / "not" / "yet" / "run"
+    assert load(folder / "config.yaml") == config
+
+
+def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert make_run_folder(config_in("~/runs")) == tmp_path / "runs" / "run"
+
+
+def test_a_run_folder_is_never_used_twice(tmp_path):
+    folder = make_run_folder(config_in(tmp_path))
+    (folder / "config.yaml").write_text("mine")
+    with pytest.raises(ValueError) as caught:
+        make_run_folder(config_in(tmp_path))
+    assert str(caught.value).startswith(f"{folder} exists already; write run.name=… for a new run")
+    assert (folder / "config.yaml").read_text() == "mine"
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run\.dir=.*/file: Not a directory: .*/file/run$"):
+        make_run_folder(config_in(tmp_path / "file"))
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(loop.Path, "mkdir", refuse)
+    with pytest.raises(ValueError, match=r"run\.dir=/locked: Permission denied: /locked/run$"):
+        make_run_folder(config_in("/locked"))
+
+
+def test_the_run_folder_holds_what_was_promised(run):
+    names = {path.name for path in run.folder.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert load(run.folder / "config.yaml") == run.config
+    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_result_is_what_lies_on_disk(run):
+    result = run.result
+    assert result.history == read_lines(run.folder / "metrics.jsonl")
+    assert (result.config, result.folder) == (run.config, run.folder)
+    assert (result.state.step.item(), result.state.position.item()) == (6, 6 * 16)
+    assert set(result.levels) == {"unigram counts", "bigram counts"}
+    (axes,) = result.plot().axes
+    assert {line.get_label() for line in axes.lines} == {
+        *("training batch", "held out", "unigram counts", "bigram counts")
+    }
+
+
+def test_each_update_has_one_line_with_every_key(run):
+    steps = [line for line in run.result.history if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["position"] for line in steps] == [16 * i for i in range(1, 7)]
+    for line in steps:
+        assert set(line) == STEP_KEYS
+        assert isinstance(line["tokens"], int)
+        assert 0 < line["tokens"] <= 16 * 16
+        assert line["step_time"] > 0
+        assert line["tokens_per_second"] == line["tokens"] / line["step_time"]
+        assert line["mfu"] is None
+
+
+def test_floats_are_written_in_full(run):
+    """Each is exactly the float32 of the device: nothing was rounded for people."""
+    for line in run.result.history:
+        for key in ("loss", "grad_norm", "lr"):
+            if key in line:
+                assert np.float32(line[key]).item() == line[key]
+                assert len(str(line[key])) > 6 or key == "lr"
+
+
+def test_the_logged_rate_is_that_of_the_completed_updates_before(run):
+    schedule = learning_rate(run.config.optimizer, run.config.train.steps)
+    for line in run.result.history:
+        if "lr" in line:
+            assert line["lr"] == pytest.approx(float(schedule(line["step"] - 1)), rel=1e-6)
+
+
+def test_evaluations_and_checkpoints_come_when_due(run):
+    evaluations = [line for line in run.result.history if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 6]
+    assert {tuple(line) for line in evaluations} == {("step", "eval_loss", "eval_targets")}
+    assert len({line["eval_targets"] for line in evaluations}) == 1
+    losses = [line["eval_loss"] for line in evaluations]
+    assert losses == sorted(losses, reverse=True)
+    saved = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert saved == {"3", "6"}
+
+
+def test_lines_are_in_the_order_of_events(run):
+    order = [(line["step"], "eval_loss" in line) for line in run.result.history]
+    assert order == sorted(order)
+
+
+def test_a_run_is_told_as_it_goes(run):
+    lines = run.printed.getvalue().splitlines()
+    starts = ["mesh ", "parameters ", "at rest ", "per update ", "decayed ", "replicated ", "run "]
+    for line, start in zip(lines, starts, strict=False):
+        assert line.startswith(start)
+    assert lines[7] == "compiling   the step"
+    assert [line[:7] for line in lines[8:-1]] == ["step 2:", "step 4 ", "step 4:", "step 6:"]
+    loss = run.result.history[-1]["eval_loss"]
+    assert f"step 6: held-out loss {loss:.4f} nats per token over" in lines[-2]
+    assert "unigram counts of the training split" in lines[-2]
+    assert lines[-1] == f"done: checkpoint, metrics.jsonl and loss.png are in {run.folder}"
+
+
+def test_a_mesh_writes_the_lines_of_one_device(run, tmp_path, monkeypatch, capsys):
+    """C32: what is logged, not only what is learned, is the same in every layout."""
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *backend: devices)
+    config = override(
+        run.config,
+        *("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "device.cpu_devices=null"),
+        *(f"run.dir={tmp_path}", "run.name=one", "train.microbatches=4"),
+        *("train.eval_every=0", "checkpoint.every=0"),
+    )
+    written = tmp_path / "one.yaml"
+    written.write_text(to_yaml(config), encoding="utf-8")
+
+    assert main(["train", str(written)]) == 0
+
+    assert "mesh        one device" in capsys.readouterr().out
+    steps, evaluations = [], []
+    for line in read_lines(tmp_path / "one" / "metrics.jsonl"):
+        (evaluations if "eval_loss" in line else steps).append(line)
+    expected = [line for line in run.result.history if "loss" in line]
+    for ours, theirs in zip(steps, expected, strict=True):
+        for key in ("step", "position", "tokens", "lr"):
+            assert ours[key] == theirs[key]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert [line["step"] for line in evaluations] == [6]
+    assert evaluations[0]["eval_loss"] == pytest.approx(
+        run.result.history[-1]["eval_loss"], rel=1e-5
+    )
+    assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["6"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(run, tmp_path):
+    config = override(
+        run.config,
+        *(f"run.dir={tmp_path}", "optimizer.lr=1e30", "optimizer.warmup=0"),
+        *("train.eval_every=0", "checkpoint.every=0"),
+    )
+    with pytest.raises(RunError, match=r"step \d: loss .*lower optimizer\.lr=1e\+30") as caught:
+        train(config)
+    *_, last = (tmp_path / "eight" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(last)["step"] == int(str(caught.value).split()[1].rstrip(":"))
+    assert None in (json.loads(last)["loss"], json.loads(last)["grad_norm"])
+
+
+def test_mistakes_leave_no_run_folder(run, tmp_path):
+    config = replace(run.config, run=RunConfig(dir=str(tmp_path), name="none"))
+    wrong = override(config, "data.paths=[/nope]", "data.store=null")
+    with pytest.raises(ValueError, match="matches no file"):
+        train(wrong)
+    assert not list(tmp_path.iterdir())

@@ -34,27 +34,22 @@ def save(manager: ocp.CheckpointManager, step: int, state: State) -> None:
 
 
 def restore(run: Path, target: Any) -> Any:
-    """The leaves of `target` (a part of a State, of ShapeDtypeStructs with shardings) from the
-    newest checkpoint.
-
-    Raises ValueError when the run has no checkpoint.
+    """The leaves of `target` from the newest checkpoint: a part of a State, of ShapeDtypeStructs
+    with shardings (`sharded_shapes`). Raises ValueError when the run has no checkpoint.
     """
-    folder = run / "checkpoints"
-    with ocp.CheckpointManager(
-        folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)
-    ) as manager:
+    folder = (run / "checkpoints").absolute()
+    options = ocp.CheckpointManagerOptions(create=False)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} holds no finished checkpoint")
+    with ocp.CheckpointManager(folder, options=options) as manager:
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"{folder} holds no finished checkpoint")
         names = named_leaves(target)
-        restored = manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    item=names,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(names),
-                    partial_restore=True,
-                )
-            ),
-        )["state"]
+        arguments = ocp.args.PyTreeRestore(
+            item=names,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(names),
+            partial_restore=True,
+        )
+        restored = manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
     return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in names])

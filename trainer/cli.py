@@ -7,6 +7,7 @@ the run cannot go on, the disk refuses (one line on stderr), or a bug (with its 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import traceback
@@ -21,6 +22,9 @@ from .load import ConfigError, describe, load, presets, schema
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parse(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without × prints ?, and goes on
+            stream.reconfigure(errors="replace")
     try:
         return options.command(options)
     except ValueError as error:
@@ -115,8 +119,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ) -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("_")
         added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        added.add_argument(operand, metavar=operand.upper(), nargs=nargs)
-        added.add_argument("overrides", metavar="key=value", nargs="*")
+        meaning = {"config": "a preset or a YAML file", "run": "a run folder"}[operand]
+        added.add_argument(operand, metavar=operand.upper(), nargs=nargs, help=meaning)
+        example = "what to change, as in mesh.tensor=4 train.steps=50"
+        added.add_argument("overrides", metavar="key=value", nargs="*", help=example)
         added.set_defaults(command=run)
         return added
 

@@ -22,13 +22,13 @@ class RunConfig:
     name: Annotated[
         str, Field(min_length=1, description="name of the run and of its folder in run.dir")
     ] = "run"
-    dir: Annotated[str, Field(description="folder that holds run folders")] = "runs"
+    dir: Annotated[str, Field(min_length=1, description="folder that holds run folders")] = "runs"
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="seed of initialisation and of the data order")
     ] = 0
 
     def __post_init__(self) -> None:
-        if self.name in (".", "..") or set(self.name) & set("/\\"):
+        if self.name in (".", "..") or set(self.name) & set("/\\") or not self.name.isprintable():
             raise ValueError(
                 f"run.name={self.name}: should be a name, not a path; run.dir is the path"
             )
@@ -117,6 +117,10 @@ class OptimizerConfig:
     clip: Annotated[
         float | None, Field(gt=0, description="largest global gradient norm; null: no clipping")
     ] = 1.0
+
+    def cooldown_updates(self, steps: int) -> int:
+        """Updates of wsd's final decay in a run of `steps`."""
+        return self.cooldown or max(steps // 5, 1)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -235,7 +239,7 @@ class Config:
             except ValueError as error:
                 raise ValueError(f"{error} (device.cpu_devices={devices})") from None
             resolve(self.layout, sizes, self.dims())
-        cooldown = optimizer.cooldown or train.steps // 5
+        cooldown = optimizer.cooldown_updates(train.steps)
         if optimizer.schedule == "wsd" and optimizer.warmup + cooldown > train.steps:
             raise ValueError(
                 f"optimizer.warmup={optimizer.warmup} and optimizer.cooldown={cooldown} "

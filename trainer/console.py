@@ -20,7 +20,7 @@ class Reporter:
         self.task = progress.tasks[0].id
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def step(self, metrics: dict[str, Any]) -> None:
         loss, rate = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"

@@ -17,11 +17,10 @@ def prepare_devices(config: DeviceConfig) -> None:
     Raises ValueError with the config key where JAX has started differently already or finds no such
     platform.
     """
-    if config.compile_cache is not None:
-        folder = (
-            str(cache_folder() / "xla") if config.compile_cache == "auto" else config.compile_cache
-        )
-        jax.config.update("jax_compilation_cache_dir", folder)
+    if config.compile_cache != "auto":
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+    elif not jax.config.values["jax_compilation_cache_dir"]:  # the user's own setting of JAX stays
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     if config.cpu_devices is not None:
         simulate_devices(config.cpu_devices)
         return
@@ -29,9 +28,8 @@ def prepare_devices(config: DeviceConfig) -> None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
     try:
         found = jax.default_backend()
-    except RuntimeError as error:
-        raise ValueError(
-            f"device.platform={config.platform}: {str(error).splitlines()[0]}"
-        ) from None
+    except (RuntimeError, AssertionError) as error:  # JAX 0.10 asserts that CUDA is there
+        reason = str(error).partition("\n")[0] or "JAX finds no such device"
+        raise ValueError(f"device.platform={config.platform}: {reason}") from None
     if config.platform not in (None, found):
         raise ValueError(f"device.platform={config.platform}: JAX has already started on {found}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,13 @@ from pathlib import Path
 import jax
 
 from ..models.transformer import Transformer
-from ..sharding.layout import Layout, specs
+from ..sharding.layout import Layout
 from .checkpoint import restore
 from .config import Config
-from .data.entropy import bigram_entropy, unigram_entropy
 from .data.loader import eval_batches
 from .data.store import Split, Store, open_data
 from .load import load
-from .state import abstract_state, lay_out
+from .state import lay_out, sharded_shapes
 from .step import make_eval_step
 
 
@@ -49,8 +49,8 @@ def evaluate(
 def counting_levels(store: Store) -> dict[str, float]:
     """Entropies in nats per token of the training split: what counting alone would reach."""
     levels = {
-        "unigram counts": unigram_entropy(store.train),
-        "bigram counts": bigram_entropy(store.train),
+        "unigram counts": store.description.unigram_entropy,
+        "bigram counts": store.description.bigram_entropy,
     }
     return {name: level for name, level in levels.items() if level is not None}
 
@@ -65,21 +65,25 @@ def describe_evaluation(result: Evaluation, levels: dict[str, float]) -> str:
 
 
 def evaluate_run(run: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Evaluate the newest checkpoint of a run folder on the mesh of its config, or of the
-    overrides.
+    """Evaluate a run's newest checkpoint on the mesh of its config, or of the overrides.
+
+    Raises ValueError for another model, and where the documents are not those of the run: another
+    held-out set, or another tokenizer. An override of `data` says that this is meant.
     """
     run = Path(run)
-    config = load(run / "config.yaml", *overrides)
+    # micro-batches are training's: an evaluation batch is one piece
+    config = load(run / "config.yaml", "train.microbatches=1", *overrides)
+    if config.model != load(run / "config.yaml").model:
+        raise ValueError(f"model: {run} holds the parameters of its own; leave model.… out")
     layout = lay_out(config)
-    params = abstract_state(config).params
-    target = jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=layout.sharding(spec)
-        ),
-        params,
-        specs(params, layout.param_spec),
-    )
     store = open_data(config)
-    params = restore(run, {"params": target})["params"]
+    of_run = json.loads((run / "data.json").read_text(encoding="utf-8"))
+    meant = any(word.startswith("data.") for word in overrides)
+    if store.description.made_from != of_run and not meant:
+        raise ValueError(
+            f"{store.path} was made from other documents or settings than {run}, see its "
+            f"data.json; to evaluate on them all the same write data.source={config.data.source}"
+        )
+    params = restore(run, {"params": sharded_shapes(config, layout).params})["params"]
     result = evaluate(make_eval_step(config, layout), params, store.heldout, config, layout)
     return describe_evaluation(result, counting_levels(store))

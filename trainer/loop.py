@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -38,11 +41,11 @@ class RunError(RuntimeError):
 class Result:
     """What a run gives back. history: objects of metrics.jsonl; levels: entropies of counting."""
 
-    config: Config
     folder: Path
-    history: list[dict[str, Any]]
+    config: Config = field(repr=False)
+    history: list[dict[str, Any]] = field(repr=False)
     levels: dict[str, float]
-    state: State
+    state: State = field(repr=False)
 
     def plot(self):
         """The loss picture as a matplotlib figure."""
@@ -57,9 +60,15 @@ def train(config: Config) -> Result:
     """
     prepare_devices(config.device)
     layout = lay_out(config)
-    store = open_data(config)
     folder = make_run_folder(config)
-    steps, history = config.train.steps, []
+    try:
+        store = open_data(config)
+    except BaseException:
+        shutil.rmtree(folder)  # the run has not begun
+        raise
+    (folder / "data.json").write_text(json.dumps(store.description.made_from, indent=1))
+
+    steps, history, levels = config.train.steps, [], counting_levels(store)
     read_batch = partial(
         batch_at,
         train_rows(store.train, config.train.seq_len, config.run.seed),
@@ -82,7 +91,8 @@ def train(config: Config) -> Result:
             write_line(log, values)
 
         def record_step(metrics: dict[str, Any], seconds: float) -> None:
-            values = {name: value.item() for name, value in metrics.items()}
+            first = ("step", "position", "loss")  # the rest in jit's order
+            values = {name: metrics[name].item() for name in (*first, *metrics)}
             values |= {
                 "tokens": int(values["tokens"]),
                 "step_time": seconds,
@@ -106,23 +116,23 @@ def train(config: Config) -> Result:
         step = make_train_step(config, layout).lower(shapes, read_batch(0)).compile()
         state = init_state(config, layout)
         eval_step = make_eval_step(config, layout)
-        levels = counting_levels(store)
 
         done = 0
         while done < steps:
             stop = next_stop(done, steps, config.train.eval_every, config.checkpoint.every)
             state = run_steps(step, state, islice(batches, stop - done), record_step)
             done = stop
+            # saved first: an evaluation may fail
+            if done == steps or is_due(done, config.checkpoint.every):
+                save(checkpoints, done, state)
             if done == steps or is_due(done, config.train.eval_every):
                 result = evaluate(eval_step, state.params, store.heldout, config, layout)
                 record({"step": done, "eval_loss": result.loss, "eval_targets": result.targets})
                 reporter.say(f"step {done}: {describe_evaluation(result, levels)}")
-            if done == steps or is_due(done, config.checkpoint.every):
-                save(checkpoints, done, state)
 
     plot_loss(history, levels, folder / "loss.png")
     reporter.say(f"done: checkpoint, metrics.jsonl and loss.png are in {folder}")
-    return Result(config, folder, history, levels, state)
+    return Result(folder, config, history, levels, state)
 
 
 def run_steps(
@@ -164,11 +174,13 @@ def next_stop(done: int, steps: int, *periods: int) -> int:
 
 def make_run_folder(config: Config) -> Path:
     """Create run.dir/run.name with the resolved config in it. Raises ValueError if it exists."""
-    folder = Path(config.run.dir).expanduser() / config.run.name
+    folder = Path(os.path.expanduser(config.run.dir), config.run.name)
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise ValueError(f"{folder} exists already; write run.name=… for a new run") from None
+        raise ValueError(
+            f"{folder} exists already; write run.name=… for a new run, or delete it"
+        ) from None
     except OSError as error:
         raise ValueError(f"run.dir={config.run.dir}: {error.strerror}: {folder}") from None
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")

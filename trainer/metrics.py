@@ -32,10 +32,11 @@ def plot_loss(
 
     history: the objects of metrics.jsonl. Returns the matplotlib figure.
     """
-    from matplotlib.figure import Figure
+    from matplotlib import pyplot
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="updates", ylabel="loss, nats per token")
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    pyplot.close(figure)  # a notebook shows what is returned; it need not show it twice
+    axes.set(xlabel="updates", ylabel="loss, nats per token")
     history = list(history)
     for key, label, style in (("loss", "training batch", "-"), ("eval_loss", "held out", "o")):
         points = [(line["step"], line[key]) for line in history if line.get(key) is not None]

@@ -53,7 +53,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         case "linear":
             parts, boundaries = [optax.linear_schedule(peak, last, rest)], []
         case "wsd":
-            cooldown = config.cooldown or max(steps // 5, 1)
+            cooldown = config.cooldown_updates(steps)
             parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, last, cooldown)]
             boundaries = [steps - cooldown]
     if config.warmup:

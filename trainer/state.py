@@ -65,6 +65,16 @@ def abstract_state(config: Config) -> State:
     return jax.eval_shape(lambda: _first_state(config))
 
 
+def sharded_shapes(config: Config, layout: Layout) -> State:
+    """`abstract_state` with the shardings that its leaves will have: a target to restore into."""
+    state = abstract_state(config)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        state_shardings(state, layout),
+    )
+
+
 def _first_state(config: Config) -> State:
     # Any: optax's types know no flax module
     params: Any = Transformer(config.model, jax.random.key(config.run.seed))

@@ -32,8 +32,9 @@ def summarize(config: Config, layout: Layout, state: State) -> list[str]:
         "per update": f"{train.batch_size} rows of {train.seq_len} tokens, "
         f"{train.batch_size * train.seq_len:,} in all, over {train.microbatches} micro-batch(es)",
         "decayed": ", ".join(name for name, flag in decay.items() if flag) or "nothing",
-        "replicated": ", ".join(name for name, flag in whole.items() if flag) or "nothing",
     }
+    if layout.mesh.size > 1:
+        rows["replicated"] = ", ".join(name for name, flag in whole.items() if flag) or "nothing"
     lines = [f"{name:<12}{text}" for name, text in rows.items()]
     return lines + [f"{'note':<12}{note}" for note in layout.resolved.notes]
 

@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh.data": (1, 2),
     "mesh.fsdp": (1, 2, 4),
     "mesh.tensor": (1, 2, 4),
-    "layout.zero": (0, 1, 2, 3),
+    "layout.zero": (3, 0, 1, 2),
     "layout.sequence_parallel": ("true", "false"),
     "train.microbatches": (1, 2),
     "remat.policy": ("none", "full"),
@@ -48,15 +48,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """What the default cover varies: every axis and option that changes how a step is computed. The
 first of each is the reference's."""
 
-REFERENCE = (
+ONE_DEVICE = (
     "device.cpu_devices=null",
     "mesh.dcn={}",
     *(f"mesh.{axis}=1" for axis in MESH_AXES),
     "train.eval_batch_size=null",
     "precision.compute=f32",
-    *(f"{key}={values[0]}" for key, values in CHOICES.items()),
 )
-"""Overrides that put any config on one device."""
+"""Overrides that put any config on one device, in f32."""
+
+REFERENCE = (*ONE_DEVICE, *(f"{key}={values[0]}" for key, values in CHOICES.items()))
+"""What the layouts of the default cover start from."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,8 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """False for not-a-number too."""
-        return (
-            max(self.loss, self.metrics) <= LOSS_TOLERANCE
-            and max(self.norm, self.gradient) <= GRADIENT_TOLERANCE
-        )
+        metrics = self.loss <= LOSS_TOLERANCE and self.metrics <= LOSS_TOLERANCE
+        return metrics and self.norm <= GRADIENT_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE
 
 
 def verify(config: Config, layouts: str | Path | None = None) -> bool:
@@ -87,16 +87,20 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     impossible or there is none.
     """
     prepare_devices(config.device)
-    chosen = pairwise_cover(config) if layouts is None else read_layouts(Path(layouts))
+    if layouts is None:
+        config = override(config, *REFERENCE)
+        chosen = pairwise_cover(config)
+    else:
+        chosen = read_layouts(Path(layouts))
     if not chosen:
         devices = jax.device_count()
-        raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} devices")
+        raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} device(s)")
     return print_comparisons(config, chosen)
 
 
 def print_comparisons(config: Config, layouts: Sequence[str]) -> bool:
     """A line for each layout as soon as it is compared; whether all are equal."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
     console.print("relative differences from one device; the gradient's is that of its worst leaf")
     head = "loss", "metrics", "norm", "gradient"
     console.print(f"{'':9}{'  '.join(f'{name:8}' for name in head)} {'of leaf':24} layout")
@@ -116,13 +120,14 @@ def compare(config: Config, layouts: Sequence[str]) -> Iterator[Comparison]:
 
     layouts: overrides, separated by spaces, of the config on one device.
     """
-    reference = override(config, *REFERENCE)
+    reference = override(config, *ONE_DEVICE)
+    configs = [layout_config(reference, layout) for layout in layouts]
     batch = synthetic_batch(reference)
     params = jax.device_get(init_params(reference, lay_out(reference, jax.devices()[:1])))
     expected, expected_grads = run_layout(reference, params, batch)
     norm = global_norm(expected_grads)
-    for layout in layouts:
-        metrics, grads = run_layout(override(reference, *layout.split()), params, batch)
+    for layout, config in zip(layouts, configs, strict=True):
+        metrics, grads = run_layout(config, params, batch)
         differences = {name: relative(metrics[name], value) for name, value in expected.items()}
         leaves = {
             name: np.max(np.abs(grads[name] - leaf)) / max(np.abs(leaf).max(), SMALLEST_LEAF * norm)
@@ -140,16 +145,27 @@ def compare(config: Config, layouts: Sequence[str]) -> Iterator[Comparison]:
         )
 
 
+def layout_config(reference: Config, layout: str) -> Config:
+    """The config of one line of a layouts file. Raises ValueError naming the line."""
+    try:
+        config = override(reference, *layout.split())
+        if -1 in config.mesh.sizes().values():
+            raise ValueError("write every mesh axis as a number, none as -1")
+        needed = math.prod(config.mesh.sizes().values())
+        if needed > jax.device_count():
+            raise ValueError(f"it needs {needed} devices, but there are {jax.device_count()}")
+    except ValueError as error:
+        raise ValueError(f"layout `{layout}`: {error}") from None
+    return config
+
+
 def run_layout(
     config: Config, params: Transformer, batch: Batch
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics, and whole gradient leaves by name, of a batch [1, B, S] on the first devices, as
     many as the config's mesh needs; params and batch from the host.
     """
-    count = math.prod(config.mesh.sizes().values())
-    if count > jax.device_count():
-        raise ValueError(f"the layout needs {count} devices, there are {jax.device_count()}")
-    layout = lay_out(config, jax.devices()[:count])
+    layout = lay_out(config, jax.devices()[: math.prod(config.mesh.sizes().values())])
     shardings = state_shardings(abstract_state(config), layout).params
     params = jax.device_put(params, shardings)
     pieces = config.train.microbatches
@@ -161,8 +177,9 @@ def run_layout(
 
 
 def synthetic_batch(config: Config) -> Batch:
-    """[1, B, S] of random tokens in random documents, about a third of the targets masked, the
-    last half of the rows but one without any target, and one row of padding alone."""
+    """[1, B, S] of random tokens in random documents, about a third of the targets masked, the last
+    rows, less than half, without any target; the first, if it is not the only one, padding alone.
+    """
     rng = np.random.default_rng(config.run.seed)
     shape = rows, tokens = config.train.batch_size, config.train.seq_len
     ids = rng.integers(0, config.model.vocab_size, (rows, tokens + 1), dtype=np.int32)
@@ -173,7 +190,8 @@ def synthetic_batch(config: Config) -> Batch:
     positions = column - np.maximum.accumulate(np.where(starts, column, 0), axis=1)
     weights = (rng.random(shape) < 0.7).astype(np.float32)
     weights[rows // 2 + 1 :] = 0.0
-    weights[0], segments[0] = 0.0, -1
+    if rows > 1:
+        weights[0], segments[0] = 0.0, -1
     arrays = (ids[:, :-1], ids[:, 1:], weights, positions, segments)
     return Batch(*(jnp.asarray(array)[None] for array in arrays))
 

@@ -71,3 +71,11 @@ def test_the_bar_is_closed_when_a_step_fails(monkeypatch):
     with pytest.raises(KeyError), console.report_steps(10, 1) as reporter:
         reporter.step({"step": 1})
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
+
+
+def test_what_is_said_keeps_its_colons(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(console, "Console", lambda **settings: Console(file=file, **settings))
+    with console.report_steps(1, 1) as reporter:
+        reporter.say("run /tmp/a:on:b")
+    assert file.getvalue() == "run /tmp/a:on:b\n"

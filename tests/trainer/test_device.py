@@ -80,3 +80,12 @@ def test_a_platform_that_is_not_there():
     (line,) = run('prepare(platform="tpu")').splitlines()
     assert line.startswith("device.platform=tpu: ")
     assert "tpu" in line.removeprefix("device.platform=tpu: ")
+
+
+def test_a_gpu_that_is_not_there_is_one_line():
+    code = (
+        "from meshwright.trainer.cli import main; import sys; sys.exit(main(['train', 'tiny', "
+        "'device.cpu_devices=null', 'device.platform=gpu', 'mesh.data=-1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -11,6 +14,7 @@ import pytest
 import reference
 
 from meshwright.models.batch import Batch
+from meshwright.trainer import cli
 from meshwright.trainer.data.rows import row_count, rows_at
 from meshwright.trainer.data.store import open_data
 from meshwright.trainer.evaluate import (
@@ -20,7 +24,7 @@ from meshwright.trainer.evaluate import (
     evaluate,
     evaluate_run,
 )
-from meshwright.trainer.load import override
+from meshwright.trainer.load import override, to_yaml
 from meshwright.trainer.state import abstract_state, lay_out, state_shardings
 from meshwright.trainer.step import make_eval_step
 
@@ -104,7 +108,8 @@ def test_a_run_evaluated_on_another_mesh_says_what_it_said(run, at_end):
 
 
 def test_a_run_without_a_checkpoint(run, tmp_path):
-    (tmp_path / "config.yaml").write_bytes((run.folder / "config.yaml").read_bytes())
+    for name in ("config.yaml", "data.json"):
+        (tmp_path / name).write_bytes((run.folder / name).read_bytes())
     with pytest.raises(ValueError, match="checkpoints holds no finished checkpoint"):
         evaluate_run(tmp_path)
 
@@ -128,3 +133,32 @@ def test_the_sentence():
         "held-out loss 1.0000 nats per token over 5 targets "
         "(a of the training split 2.0000; b of the training split 1.5000)"
     )
+
+
+def test_eval_notices_that_the_documents_are_not_those_of_the_run(run, corpus, tmp_path):
+    """With bpe it is worse: the tokenizer is trained anew and every id means something else."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(run.folder / "checkpoints")
+    shutil.copy(run.folder / "data.json", folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in corpus.iterdir():
+        (other / path.name).write_text(path.read_text()[::-1])
+    config = override(run.config, f"data.paths=[{other}/*.txt]", f"data.store={tmp_path}/store")
+    (folder / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(ValueError, match="was made from other documents or settings"):
+        evaluate_run(folder)
+    assert "held-out loss" in evaluate_run(folder, ["data.source=text"])
+
+
+def test_eval_of_another_model_is_one_line(run, capfd):
+    words = ["model.d_ff=40", "device.cpu_devices=8"]
+    assert cli.main(["eval", str(run.folder), *words]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_eval_prints_no_warnings(run):
+    code = f"from meshwright.trainer.cli import main; main(['eval', {str(run.folder)!r}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

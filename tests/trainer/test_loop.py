@@ -138,7 +138,7 @@ def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch):
 
 def test_the_run_folder_holds_what_was_promised(run):
     names = {path.name for path in run.folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert names == {"config.yaml", "data.json", "metrics.jsonl", "loss.png", "checkpoints"}
     assert load(run.folder / "config.yaml") == run.config
     assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -264,3 +264,14 @@ def test_mistakes_leave_no_run_folder(run, tmp_path):
     with pytest.raises(ValueError, match="matches no file"):
         train(wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_safe_before_the_evaluation_that_may_fail(run, tmp_path, monkeypatch):
+    def evaluate(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    config = override(run.config, f"run.dir={tmp_path}", "train.eval_every=0", "checkpoint.every=0")
+    with pytest.raises(MemoryError):
+        loop.train(config)
+    assert [path.name for path in (tmp_path / "eight" / "checkpoints").iterdir()] == ["6"]

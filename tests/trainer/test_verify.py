@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -144,12 +145,6 @@ def test_an_impossible_layout_is_an_error_not_a_mismatch(small_config, fake, lay
         list(verify.compare(small_config, [layout]))
 
 
-def test_a_layout_larger_than_the_devices(small_config):
-    config = override(small_config, *REFERENCE, "mesh.data=16")
-    with pytest.raises(ValueError, match="needs 16 devices, there are 8"):
-        verify.run_layout(config, None, None)
-
-
 def test_the_cover_meets_every_possible_pair(small_config):
     reference = override(small_config, *REFERENCE)
     cover = pairwise_cover(small_config)
@@ -188,7 +183,7 @@ def test_any_config_becomes_a_one_device_reference(small_config):
     reference = override(config, *REFERENCE)
     assert set(reference.mesh.sizes().values()) == {1}
     assert reference.precision.compute == "f32"
-    assert (reference.layout.zero, reference.remat.policy) == (0, "none")
+    assert (reference.layout.zero, reference.remat.policy) == (3, "none")
     assert (reference.train.microbatches, reference.train.batch_size) == (1, 16)
 
 
@@ -216,3 +211,42 @@ def test_the_batch_is_a_function_of_the_seed(small_config):
     other = synthetic_batch(override(small_config, "run.seed=1"))
     assert np.array_equal(first.tokens, again.tokens)
     assert not np.array_equal(first.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("figure", ["metrics", "gradient"])
+def test_not_a_number_is_never_equal(figure):
+    figures = {"loss": 0.0, "metrics": 0.0, "norm": 0.0, "gradient": 0.0} | {figure: float("nan")}
+    assert not Comparison(layout="mesh.data=2", leaf="embed", **figures).equal
+
+
+def test_the_verify_batch_always_has_targets(small_config):
+    batch = verify.synthetic_batch(override(small_config, *REFERENCE, "train.batch_size=1"))
+    assert batch.weights.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("mesh.data=-1", "write every mesh axis as a number"),
+        ("mesh.data=16", "it needs 16 devices, but there are 8"),
+        ("mesh.tensr=2", "no such key"),
+    ],
+)
+def test_an_impossible_line_of_a_layouts_file_is_named(small_config, layout, why):
+    reference = override(small_config, *REFERENCE)
+    with pytest.raises(ValueError, match=f"layout `{layout}`: .*{why}"):
+        verify.layout_config(reference, layout)
+
+
+def test_all_layouts_are_checked_before_the_first_is_compiled(small_config, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        verify,
+        "run_layout",
+        lambda *arguments: compiled.append(1) or ({"loss": 1.0}, {"a": np.ones(2)}),
+    )
+    monkeypatch.setattr(verify, "init_params", lambda *arguments: SimpleNamespace())
+    (tmp_path / "layouts").write_text("mesh.data=2\nmesh.tensr=2\n")
+    with pytest.raises(ValueError, match="tensr"):
+        verify.verify(small_config, tmp_path / "layouts")
+    assert not compiled

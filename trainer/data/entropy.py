@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from .store import Split
+if TYPE_CHECKING:
+    from .store import Split
 
 LARGEST_BIGRAM_VOCABULARY = 4096
 """A table of pairs for this many ids takes 128 MiB."""

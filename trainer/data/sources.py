@@ -1,13 +1,15 @@
 """Where documents come from. A document is a name and a text.
 
-The name alone decides whether a document is held out. Names are relative (to the standard
-library's folder, to the fixed part of a glob): a corpus may move and keeps its split.
+The name alone decides whether a document is held out, unless it is the only one. Names are relative
+(to the standard library's folder, to the fixed part of a glob): a corpus may move and keeps its
+split.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
@@ -47,6 +49,24 @@ def documents(config: DataConfig) -> Iterator[Document]:
         except UnicodeDecodeError as error:
             if config.source != "stdlib":
                 raise ValueError(_not_utf8(file.path, error, 0)) from error
+
+
+def split_texts(config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Every text that is not empty, after its side, train or heldout.
+
+    A document's name decides; of a single document the last `data.holdout` is held out.
+    """
+    texts = (document for document in documents(config) if document.text)
+    head = list(itertools.islice(texts, 2))
+    if len(head) == 1:
+        (text,) = (document.text for document in head)
+        cut = len(text) - round(config.holdout * len(text))
+        for split, part in (("train", text[:cut]), ("heldout", text[cut:])):
+            if part:
+                yield split, part
+        return
+    for name, text in itertools.chain(head, texts):
+        yield "heldout" if is_held_out(name, config.holdout) else "train", text
 
 
 def source_files(config: DataConfig) -> list[SourceFile]:

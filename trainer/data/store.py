@@ -27,10 +27,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from ...sharding.config import STRICT
 from ..cache import cache_folder
 from ..config import Config
-from .sources import documents, fingerprint, is_held_out
+from .entropy import bigram_entropy, unigram_entropy
+from .sources import fingerprint, split_texts
 from .tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
 
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "heldout")
 
 
@@ -43,7 +44,11 @@ class SplitDescription:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Description:
-    """store.json. `made_from`: every setting the content depends on, and the fingerprint."""
+    """store.json.
+
+    made_from: every setting the content depends on, and the fingerprint. Entropies are those of
+    the training split's counts, in nats per token: see entropy.py.
+    """
 
     version: int = VERSION
     made_from: dict[str, Any]
@@ -53,6 +58,8 @@ class Description:
     dtype: Literal["<u2", "<u4"]
     train: SplitDescription
     heldout: SplitDescription
+    unigram_entropy: float
+    bigram_entropy: float | None
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,7 @@ def _write_files(config: Config, made_from: dict[str, Any], folder: Path) -> Des
     data = config.data
     tokenizer: Tokenizer = ByteTokenizer()
     if data.tokenizer == "bpe":
-        training = (text for name, text in documents(data) if not is_held_out(name, data.holdout))
+        training = (text for split, text in split_texts(data) if split == "train")
         tokenizer = train_bpe(training, config.model.vocab_size)
         tokenizer.model.save(str(folder / "tokenizer.json"))
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
@@ -254,22 +261,15 @@ def _write_files(config: Config, made_from: dict[str, Any], folder: Path) -> Des
         streams = {
             split: stack.enter_context((folder / f"{split}.tokens").open("wb")) for split in SPLITS
         }
-        for name, text in documents(data):
-            if text:
-                split = "heldout" if is_held_out(name, data.holdout) else "train"
-                ids = np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype)
-                streams[split].write(ids.tobytes())
-                offsets[split].append(offsets[split][-1] + len(ids))
+        for split, text in split_texts(data):
+            ids = np.append(tokenizer.encode(text), tokenizer.end_of_text).astype(dtype)
+            streams[split].write(ids.tobytes())
+            offsets[split].append(offsets[split][-1] + len(ids))
     _check_split(config, train=len(offsets["train"]) - 1, heldout=len(offsets["heldout"]) - 1)
     for split in SPLITS:
         np.save(folder / f"{split}.offsets.npy", np.asarray(offsets[split]))
     train, heldout = (
-        SplitDescription(
-            documents=len(offsets[split]) - 1,
-            tokens=offsets[split][-1],
-            largest_token=int(np.memmap(folder / f"{split}.tokens", dtype, "r").max()),
-        )
-        for split in SPLITS
+        _written_split(folder, split, dtype, tokenizer.end_of_text) for split in SPLITS
     )
     return Description(
         made_from=made_from,
@@ -277,8 +277,24 @@ def _write_files(config: Config, made_from: dict[str, Any], folder: Path) -> Des
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         dtype=dtype,
-        train=train,
-        heldout=heldout,
+        train=_describe_split(train),
+        heldout=_describe_split(heldout),
+        unigram_entropy=unigram_entropy(train),
+        bigram_entropy=bigram_entropy(train),
+    )
+
+
+def _written_split(folder: Path, name: str, dtype: str, end_of_text: int) -> Split:
+    path = folder / f"{name}.tokens"
+    tokens, offsets = np.memmap(path, dtype, "r"), np.load(folder / f"{name}.offsets.npy")
+    return Split(path, tokens, offsets, int(tokens.max()), end_of_text)
+
+
+def _describe_split(split: Split) -> SplitDescription:
+    return SplitDescription(
+        documents=len(split.offsets) - 1,
+        tokens=len(split.tokens),
+        largest_token=split.largest_token,
     )
 
 

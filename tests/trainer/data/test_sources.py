@@ -5,11 +5,11 @@ import sysconfig
 import pytest
 
 from meshwright.trainer.config import DataConfig
-from meshwright.trainer.data.sources import documents, fingerprint, is_held_out
+from meshwright.trainer.data.sources import documents, fingerprint, is_held_out, split_texts
 
 
-def text(*paths):
-    return DataConfig(source="text", paths=[str(path) for path in paths])
+def text(*paths, **settings):
+    return DataConfig(source="text", paths=[str(path) for path in paths], **settings)
 
 
 def jsonl(path, **settings):
@@ -137,3 +137,12 @@ def test_bad_json_lines_name_file_and_line(tmp_path, line, message):
     with pytest.raises(ValueError, match=r"a\.jsonl, " + message) as error:
         list(documents(jsonl(path)))
     assert "\n" not in str(error.value)
+
+
+def test_a_single_document_is_split_by_position(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("abcdefghij" * 10)
+    sides = list(split_texts(text(path, holdout=0.2)))
+    assert [side for side, _ in sides] == ["train", "heldout"]
+    assert [len(part) for _, part in sides] == [80, 20]
+    assert "".join(part for _, part in sides) == path.read_text()

@@ -168,8 +168,8 @@ def shift_offsets(folder):
         (lambda f: truncate(f / "store.json"), r"store\.json does not describe a token store; "),
         (lambda f: (f / "store.json").write_text("[1]"), r"store\.json does not describe a token"),
         (
-            lambda f: edit(f, version=2),
-            r"store\.json has version 2, this Meshwright reads 1; delete",
+            lambda f: edit(f, version=3),
+            r"store\.json has version 3, this Meshwright reads 2; delete",
         ),
         (lambda f: edit(f, dtype="<i2"), r"store\.json: dtype: .*; delete"),
         (lambda f: edit(f, train={"documents": 1}), r"store\.json: train\.tokens: .*; delete"),
@@ -209,13 +209,13 @@ def test_killed_writer_leaves_no_store(make_config, tmp_path, corpus):
 import sys, time
 from meshwright.trainer.config import Config, DataConfig
 from meshwright.trainer.data import store
-def slow(config, documents=store.documents):
-    for i, document in enumerate(documents(config)):
+def slow(config, split_texts=store.split_texts):
+    for i, text in enumerate(split_texts(config)):
         if i == 20:
             print("half", flush=True)
             time.sleep(60)
-        yield document
-store.documents = slow
+        yield text
+store.split_texts = slow
 paths, folder = sys.argv[1:]
 store.build_store(Config(data=DataConfig(source="text", paths=[paths], holdout=0.3, store=folder)))
 """

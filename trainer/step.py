@@ -110,14 +110,15 @@ def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout:
     def share(params: Transformer, microbatch: Batch):
         return forward_share(params, microbatch, config, layout, loss)
 
-    def one_microbatch(microbatch: Batch):
+    @jax.jit  # so that its shapes and the scan below trace the model once
+    def one_microbatch(params: Transformer, microbatch: Batch):
         grads, sums = jax.grad(share, has_aux=True)(params, microbatch)
         return scatter_gradients(grads, in_specs, accumulator_specs, layout), sums
 
     def accumulate(total, microbatch: Batch):
-        return jax.tree.map(jnp.add, total, one_microbatch(microbatch)), None
+        return jax.tree.map(jnp.add, total, one_microbatch(params, microbatch)), None
 
-    one = jax.eval_shape(one_microbatch, jax.tree.map(lambda a: a[0], batch))
+    one = jax.eval_shape(one_microbatch, params, jax.tree.map(lambda a: a[0], batch))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
     (grads, sums), _ = lax.scan(accumulate, zeros, batch)
 

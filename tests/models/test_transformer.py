@@ -58,8 +58,8 @@ def test_gradients_vanish_exactly_where_nothing_may_be_seen(window):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_positions_are_those_of_the_document_not_of_the_row():
-    """One document at two places of a row gives the same outputs there."""
+def test_a_document_is_the_same_wherever_it_stands():
+    """At two places of a row its outputs are the same."""
     config = make_config(*SMALL)
     batch = tokens_of_documents((6, 6))
     ids = np.concatenate([batch.tokens[:, :6]] * 2, axis=1)

@@ -251,6 +251,22 @@ def test_c12_under_tensor_only_activations_travel_in_bf16():
     assert {dtype for name, dtype in found if name == "reduce_scatter"} == {"bf16"}
 
 
+def test_c12_tokens_are_added_up_in_f32():
+    """301 times one, which bf16 rounds to 300 or 302."""
+    layout, params = layout_on(), sublayer_params(kv_heads=2)
+    ids, x = jnp.zeros((7, 43), jnp.int32), jnp.ones((7, 43, D), jnp.bfloat16)
+    params["table"] = make_param(np.random.default_rng(6), ("vocab", "embed"), V, D)
+
+    def loss(p):
+        y = linear(x, p["q"], layout, biases=(p["q_bias"],))
+        y = y.sum((2, 3), dtype=jnp.float32) + lookup(ids, p["table"], layout, x.dtype).sum(2)
+        return y.sum(dtype=jnp.float32)
+
+    grads = jax.jit(jax.grad(loss))(params)
+    for leaf in (grads["q"][...], grads["q_bias"][...], grads["table"][...][0]):
+        assert np.all(leaf == 301)
+
+
 def test_no_gathered_weight_and_no_gathered_sequence_is_kept():
     _, kept = lowered(layout_on(fsdp=2, tensor=2), jnp.float32)
     shapes = {leaf.shape for leaf in kept}

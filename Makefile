@@ -10,7 +10,7 @@ train: $(INSTALLED) ## train the tiny preset; ARGS="mesh.tensor=4 train.steps=50
 	$(VENV)/bin/meshwright train tiny $(ARGS)
 
 test: $(INSTALLED) ## ARGS="-m 'not slow'" or a path narrows it
-	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: $(INSTALLED) ## format, lint, types, import order
 	VENV=$(VENV) scripts/check.sh

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import reference
 
+import reference
 from meshwright.models.batch import Batch
 from meshwright.sharding.config import LayoutConfig, MeshConfig
 from meshwright.sharding.layout import Layout, make_layout, map_params
@@ -51,7 +51,7 @@ SGD = (
 
 def make_config(*overrides: str) -> Config:
     """On one device and with ZeRO-3, where the overrides do not say otherwise."""
-    return override(Config(), *REFERENCE, "layout.zero=3", *overrides)
+    return override(Config(), *REFERENCE, *overrides)
 
 
 def layout_on(dims=(), *, zero=3, sequence_parallel=True, rules=None, **axes):

@@ -6,6 +6,14 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+
+from meshwright.models.batch import Batch
+from meshwright.models.transformer import Block
+from meshwright.trainer.optimizer import decayed
+from meshwright.trainer.state import abstract_state, init_state, lay_out, named_leaves
+from meshwright.trainer.step import make_train_step
+from meshwright.trainer.summary import summarize
+from meshwright.trainer.verify import global_norm, synthetic_batch
 from runs import (
     SGD,
     SMALL,
@@ -24,14 +32,6 @@ from runs import (
     run_steps,
     train,
 )
-
-from meshwright.models.batch import Batch
-from meshwright.models.transformer import Block
-from meshwright.trainer.optimizer import decayed
-from meshwright.trainer.state import abstract_state, init_state, lay_out, named_leaves
-from meshwright.trainer.step import make_train_step
-from meshwright.trainer.summary import summarize
-from meshwright.trainer.verify import global_norm, synthetic_batch
 
 EIGHT_HEADS = (*T0, "model.heads=8")
 

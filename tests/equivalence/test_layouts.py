@@ -1,11 +1,15 @@
 """Law 0: loss, metrics and every gradient leaf of one device, in every layout."""
 
+import functools
 import math
 from itertools import combinations
 
 import jax
 import numpy as np
 import pytest
+
+from meshwright.sharding import linear
+from meshwright.trainer import step, verify
 from runs import (
     SMALL,
     assert_same_gradients,
@@ -15,11 +19,12 @@ from runs import (
     reference_gradients,
 )
 
-from meshwright.sharding import linear
-from meshwright.trainer import step, verify
-
-COVER = verify.pairwise_cover(make_config(*SMALL))
 PARTS = 2
+
+
+@functools.cache
+def cover():
+    return verify.pairwise_cover(make_config(*SMALL))
 
 
 def choices_of(layout):
@@ -33,10 +38,10 @@ def test_the_cover_holds_every_pair_that_eight_devices_allow():
     pairs = {(a, b) for a, b in combinations(choices, 2) if a[0] != b[0]}
     pairs.remove((("mesh.fsdp", "4"), ("mesh.tensor", "4")))
     assert {
-        pair for layout in COVER for pair in combinations(choices_of(layout).items(), 2)
+        pair for layout in cover() for pair in combinations(choices_of(layout).items(), 2)
     } == pairs
-    assert len(set(COVER)) == len(COVER)
-    for layout in COVER:
+    assert len(set(cover())) == len(cover())
+    for layout in cover():
         chosen = choices_of(layout)
         assert (
             1 < math.prod(int(chosen[f"mesh.{axis}"]) for axis in ("data", "fsdp", "tensor")) <= 8
@@ -45,8 +50,9 @@ def test_the_cover_holds_every_pair_that_eight_devices_allow():
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_layout_of_the_cover_equals_one_device(part):
-    results = list(verify.compare(make_config(*SMALL), COVER[part::PARTS]))
-    assert [result.layout for result in results] == COVER[part::PARTS]
+    layouts = cover()[part::PARTS]
+    results = list(verify.compare(make_config(*SMALL), layouts))
+    assert [result.layout for result in results] == layouts
     assert not [result for result in results if not result.equal]
 
 
@@ -161,7 +167,7 @@ def test_verify_finds_planted_bugs(monkeypatch):
     """In a layout of the cover, so one that equals one device without them."""
     layout = next(
         layout
-        for layout in map(choices_of, COVER)
+        for layout in map(choices_of, cover())
         if layout["mesh.data"] == layout["mesh.tensor"] == "2"
         and layout["layout.sequence_parallel"] == "true"
     )

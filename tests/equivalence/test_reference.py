@@ -3,6 +3,7 @@ gradient leaf, for each option."""
 
 import pytest
 from numpy.testing import assert_allclose
+
 from runs import SMALL, assert_same_gradients, gradients, reference_gradients
 
 TOGETHER = {

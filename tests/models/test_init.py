@@ -5,13 +5,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import make_config
 
 from meshwright.models import init
 from meshwright.models.config import ModelConfig
 from meshwright.trainer.config import Config
 from meshwright.trainer.state import init_params, lay_out, named_leaves
 from meshwright.trainer.verify import global_norm
+from runs import make_config
 
 ODD = (
     "model.vocab_size=263",

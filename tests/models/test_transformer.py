@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import SMALL, layout_on, make_config, random_params
 
 from meshwright.models.batch import Batch
 from meshwright.models.transformer import blocks, embed
 from meshwright.trainer.state import abstract_state, named_leaves
+from runs import SMALL, layout_on, make_config, random_params
 
 TOKENS = 12
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from runs import layout_on, shard_map
 
 from meshwright.models import vocab
 from meshwright.models.vocab import Loss, cross_entropy_share
@@ -16,6 +15,7 @@ from meshwright.sharding.collectives import all_reduce
 from meshwright.sharding.gradients import reduce_gradients
 from meshwright.sharding.layout import specs
 from meshwright.sharding.rules import ZERO_AXES
+from runs import layout_on, shard_map
 
 B, S, D, SIZE, STORED = 2, 8, 8, 257, 384
 

@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from runs import collectives, layout_on, shard_map
 
 from meshwright.sharding.collectives import (
     all_gather,
@@ -12,6 +11,7 @@ from meshwright.sharding.collectives import (
     axis_index,
     reduce_scatter,
 )
+from runs import collectives, layout_on, shard_map
 
 PLACE = ("data", "fsdp", "tensor")
 AXES = pytest.mark.parametrize("axes", ["fsdp", ("fsdp", "tensor"), ("data", "tensor"), "context"])

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from runs import collectives, layout_on, shard_map
 
 from meshwright.sharding.config import MESH_AXES, LayoutConfig
 from meshwright.sharding.gradients import reduce_gradients, scatter_gradients
 from meshwright.sharding.layout import make_layout
+from runs import collectives, layout_on, shard_map
 
 SHAPE = (4, 4)
 CASES = {  # in_spec, out_spec, what a share is reduced by

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from runs import layout_on, make_config
 
 from meshwright.sharding.layout import is_param, map_params, specs
 from meshwright.sharding.rules import Dim
 from meshwright.trainer.state import abstract_state, lay_out
+from runs import layout_on, make_config
 
 MATRIX = ("embed", "heads", "head_dim")
 

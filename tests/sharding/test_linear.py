@@ -13,12 +13,12 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from runs import collectives, layout_on, shard_map
 
 from meshwright.sharding.gradients import reduce_gradients
 from meshwright.sharding.layout import specs
 from meshwright.sharding.linear import fused_linear, linear, lookup, own_heads
 from meshwright.sharding.rules import ZERO_AXES, Dim
+from runs import collectives, layout_on, shard_map
 
 B, S, D, H, E, V = 8, 8, 12, 4, 2, 16
 

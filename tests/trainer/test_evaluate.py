@@ -11,8 +11,8 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import reference
 
+import reference
 from meshwright.models.batch import Batch
 from meshwright.trainer import cli
 from meshwright.trainer.data.rows import row_count, rows_at

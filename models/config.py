@@ -92,7 +92,7 @@ class ModelConfig:
     def dims(self) -> list[Dim]:
         """The sizes a mesh must divide."""
         return [
-            Dim("vocab", self.padded_vocab, "model.vocab_size, padded to model.vocab_multiple,"),
+            Dim("vocab", self.padded_vocab, "padded model.vocab_size"),
             Dim("embed", self.d_model, "model.d_model"),
             Dim("heads", self.heads, "model.heads"),
             Dim("kv_heads", self.num_kv_heads, "model.kv_heads"),

@@ -25,7 +25,7 @@ def _wide(axes: str | Sequence[str], layout: Layout) -> tuple[str, ...]:
 
 
 def all_reduce(tree, axes: str | Sequence[str], layout: Layout):
-    """A{partial over axes} -> A, for every leaf in one collective. Sends 2(N-1)/N·n."""
+    """A{partial over axes} -> A, for every leaf of a tree. Sends 2(N-1)/N·n."""
     wide = _wide(axes, layout)
     return lax.psum(tree, wide) if wide else tree
 

@@ -39,25 +39,16 @@ def reduce_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) 
 
     A mesh axis that the in_spec names is reduced already, by the transposed gather inside the
     backward pass (ZeRO-3) or because each device owns its part (tensor). One that only the out_spec
-    names is reduce-scattered, and every other one all-reduced: 2(N-1)/N·n, all leaves that share
-    axes in one collective. After ZeRO-3's reduce-scatter that leaves the slow `data` axis of hybrid
-    sharding n/fsdp bytes (2304.11277).
+    names is reduce-scattered, and every other one all-reduced: 2(N-1)/N·n. After ZeRO-3's
+    reduce-scatter that leaves the slow `data` axis of hybrid sharding n/fsdp bytes (2304.11277).
     """
-    grads = scatter_gradients(grads, in_specs, out_specs, layout)
-    leaves, tree = jax.tree.flatten(grads)
-    missing = [
-        tuple(
-            axis for axis in layout.mesh.axis_names if axis not in (*_axes(spec), *UNREDUCED_AXES)
-        )
-        for spec in jax.tree.leaves(out_specs)
-    ]
-    for axes in dict.fromkeys(missing):
-        group = [i for i, other in enumerate(missing) if other == axes]
-        for i, leaf in zip(
-            group, all_reduce([leaves[i] for i in group], axes, layout), strict=True
-        ):
-            leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+
+    def one(grad: jax.Array, spec: P) -> jax.Array:
+        done = (*_axes(spec), *UNREDUCED_AXES)
+        missing = tuple(axis for axis in layout.mesh.axis_names if axis not in done)
+        return all_reduce(grad, missing, layout)
+
+    return jax.tree.map(one, scatter_gradients(grads, in_specs, out_specs, layout), out_specs)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

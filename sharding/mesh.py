@@ -59,7 +59,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             devices,
             process_is_granule=by_host,
             should_sort_granules_by_key=True,
+            allow_split_physical_axes=True,
         )
-    except ValueError as error:
-        raise ValueError(f"mesh.dcn={config.dcn}: {error}") from None
+    except (ValueError, NotImplementedError) as error:
+        written = ", ".join(f"{axis}: {slices}" for axis, slices in config.dcn.items())
+        raise ValueError(f"mesh.dcn={{{written}}}: {error}") from None
     return Mesh(grid, MESH_AXES, axis_types=types)

@@ -177,11 +177,11 @@ def assert_same_params(state: State, expected: State):
 
 _COLLECTIVE = re.compile(
     r'"stablehlo\.(all_gather|all_reduce|reduce_scatter|all_to_all|collective_permute)"'
-    r".*?-> \(?tensor<((?:\d+x)*)(\w+)>",
+    r".*?-> \(?tensor<(?:\d+x)*(\w+)>",
     re.DOTALL,
 )
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
     """(name, dtype of the first result) of each collective in StableHLO text, in its order."""
-    return [(name, dtype) for name, _, dtype in _COLLECTIVE.findall(text)]
+    return _COLLECTIVE.findall(text)

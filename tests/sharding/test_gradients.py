@@ -40,13 +40,8 @@ def reduce(shares, in_specs, out_specs, layout):
 
 
 def local_shape(spec):
-    return (
-        P()
-        if spec is None
-        else tuple(
-            n // 2 ** bool(entry) for n, entry in zip(SHAPE, (*spec, None, None), strict=False)
-        )
-    )
+    entries = (*spec, None, None)[:2]
+    return tuple(n // 2 if entry else n for n, entry in zip(SHAPE, entries, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,11 +50,10 @@ def test_shares_are_added_over_every_axis_the_parameter_does_not_name(layout, na
     rng = np.random.default_rng(0)
     shares = rng.normal(size=(2, 2, 2, *local_shape(in_spec))).astype(np.float32)
     function = reduce([shares], [in_spec], [out_spec], layout)
-    assert [
-        name for name, _ in collectives(function.lower([shares]).as_text())
-    ] == expected_collectives
+    found = collectives(function.lower([shares]).as_text())
+    assert [name for name, _ in found] == expected_collectives
 
-    owned = [entry for entry in (*in_spec, None, None)[:2]]
+    owned = (*in_spec, None, None)[:2]
     expected = np.zeros(SHAPE, np.float32)
     for place in np.ndindex(2, 2, 2):
         at = dict(zip(("data", "fsdp", "tensor"), place, strict=True))

@@ -145,7 +145,7 @@ def test_a_preset_wins_over_a_file_of_its_name(write, monkeypatch):
         ),
     ],
 )
-def test_mistakes_are_one_line(words, line):
+def test_c36_mistakes_are_one_line(words, line):
     assert message("tiny", words).startswith(line)
 
 

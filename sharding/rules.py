@@ -29,10 +29,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "channel": (),  # d_model as a vector (norm scales, output biases): too small to cut
     # dims of activations
     "batch": ZERO_AXES,
-    "seq": (
-        "context",
-        "tensor",
-    ),  # between matmul pairs; inside them the sequence is gathered over tensor
+    # between matmul pairs; inside them the sequence is gathered over tensor
+    "seq": ("context", "tensor"),
 }
 
 

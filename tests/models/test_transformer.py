@@ -32,8 +32,7 @@ def seen(batch, *overrides):
 
     def gradients(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        run = lambda x: blocks(params, x, batch, layout, config.model, "none")  # noqa: E731
-        _, transpose = jax.vjp(run, x)
+        _, transpose = jax.vjp(lambda x: blocks(params, x, batch, layout, config.model, "none"), x)
         at = jnp.eye(TOKENS).reshape(TOKENS, 1, TOKENS, 1)
         return jax.vmap(lambda at: transpose(jnp.broadcast_to(at, x.shape))[0])(at)
 

@@ -176,11 +176,46 @@ class CheckpointConfig:
         int, Field(ge=0, description="updates between checkpoints; 0: only at the end")
     ] = 0
     keep: Annotated[int, Field(gt=0, description="newest checkpoints kept")] = 1
+    keep_best: Annotated[
+        bool, Field(description="keep the one with the lowest held-out loss as well")
+    ] = True
+    resume: Annotated[
+        Literal["never", "auto", "must"],
+        Field(
+            description="an existing run folder: never is refused; auto goes on from its newest "
+            "checkpoint, and starts a new run where there is none; must refuses to start a new run"
+        ),
+    ] = "never"
+    fallback: Annotated[
+        bool,
+        Field(description="resume from the newest undamaged checkpoint if the newest is damaged"),
+    ] = False
+    init_from: Annotated[
+        str | None,
+        Field(
+            description="run folder, or one checkpoint in it, whose parameters a new run starts "
+            "from; null: random ones"
+        ),
+    ] = None
+    background: Annotated[
+        bool, Field(description="write while training goes on; false: training waits")
+    ] = True
+    required: Annotated[
+        bool,
+        Field(description="stop when the disk refuses; false: say so, go on, and exit with 1"),
+    ] = True
+    grace: Annotated[
+        float,
+        Field(gt=0, description="seconds from SIGTERM or Ctrl-C until the run ends, saved or not"),
+    ] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LogConfig:
     every: Annotated[int, Field(gt=0, description="updates between plain console lines")] = 10
+    sample: Annotated[
+        str | None, Field(description="prompt that a finished run continues; null: none")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -190,8 +225,39 @@ class DeviceConfig:
     ] = None
     cpu_devices: Annotated[
         int | None,
-        Field(gt=0, description="simulate this many devices on the CPU; null: do not simulate"),
+        Field(
+            gt=0,
+            description="simulate this many devices on each process's CPU; null: do not simulate",
+        ),
     ] = None
+    coordinator: Annotated[
+        str | None,
+        Field(
+            pattern=r":\d+$",
+            description="host:port of process 0; null: from the scheduler's environment, if any",
+        ),
+    ] = None
+    process_id: Annotated[
+        int | None, Field(ge=0, description="this process's number; null: from the scheduler")
+    ] = None
+    process_count: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="processes expected; null: as many as the scheduler says; 1: just this "
+            "one, whatever the scheduler says",
+        ),
+    ] = None
+    count: Annotated[
+        int | None, Field(gt=0, description="devices expected over all processes; null: any")
+    ] = None
+    timeout: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="seconds until a process that waits for another in vain ends with an error",
+        ),
+    ] = 300.0
     compile_cache: Annotated[
         str | None,
         Field(
@@ -210,6 +276,35 @@ class DeviceConfig:
                 f"device.cpu_devices={self.cpu_devices} simulates CPU devices, but device.platform="
                 f"{self.platform}; write device.cpu_devices=null or device.platform=cpu"
             )
+        explicit = {
+            "device.coordinator": self.coordinator,
+            "device.process_id": self.process_id,
+            "device.process_count": self.process_count,
+        }
+        given = {key for key, value in explicit.items() if value is not None}
+        if given - {"device.process_count"} and len(given) < len(explicit):
+            written = ", ".join(f"{key}={explicit[key]}" for key in explicit if key in given)
+            missing = " and ".join(key for key in explicit if key not in given)
+            raise ValueError(f"{written}: {missing} is missing; write all three, or none")
+        if (
+            self.process_id is not None
+            and self.process_count is not None
+            and self.process_id >= self.process_count
+        ):
+            raise ValueError(
+                f"device.process_id={self.process_id} is not below "
+                f"device.process_count={self.process_count}"
+            )
+
+    def stated_devices(self) -> dict[str, int]:
+        """Config keys whose product is the number of devices over all processes; none: unknown."""
+        if self.count is not None:
+            return {"device.count": self.count}
+        if self.cpu_devices is None:
+            return {}
+        processes = self.process_count or 1
+        stated = {"device.cpu_devices": self.cpu_devices}
+        return stated | ({"device.process_count": processes} if processes > 1 else {})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -230,14 +325,16 @@ class Config:
     def __post_init__(self) -> None:
         """What sections must agree on; what needs the real devices is checked when JAX is up."""
         train, optimizer, data = self.train, self.optimizer, self.data
-        devices = self.device.cpu_devices
+        stated = self.device.stated_devices()
+        devices = math.prod(stated.values()) if stated else None
         if devices is None and -1 not in self.mesh.sizes().values():
             devices = math.prod(self.mesh.sizes().values())
         if devices is not None:
             try:
                 sizes = mesh_sizes(self.mesh, devices)
             except ValueError as error:
-                raise ValueError(f"{error} (device.cpu_devices={devices})") from None
+                source = " · ".join(f"{key}={count}" for key, count in stated.items())
+                raise ValueError(f"{error} ({source})") from None
             resolve(self.layout, sizes, self.dims())
         cooldown = optimizer.cooldown_updates(train.steps)
         if optimizer.schedule == "wsd" and optimizer.warmup + cooldown > train.steps:

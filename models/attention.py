@@ -1,4 +1,5 @@
-"""The attention sublayer: projections by heads, RoPE, the kernel, the output projection.
+"""The attention sublayer: projections by heads, RoPE, the kernel, the output projection. Training
+and decoding differ in the kernel alone, so it is an argument.
 
 Heads are cut over `tensor` (Megatron, arXiv 1909.08053); grouped queries (2305.13245) share kv
 heads. Where kv heads are fewer than tensor shards, `linear` hands each shard the ones its queries
@@ -7,16 +8,24 @@ need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from flax import nnx
 
 from ..sharding.layout import Layout
 from ..sharding.linear import linear
 from . import init
-from .attention_kernel import Mask, attention
+from .attention_kernel import Mask
 from .config import ModelConfig
 from .norms import rms_norm
 from .rope import rotate
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""Local q [B, S, H, head_dim] and k, v [B, S, K, head_dim], turned by their positions -> o like q,
+and what it keeps: training nothing, decoding its cache.
+"""
 
 
 class Attention(nnx.Module):
@@ -51,18 +60,20 @@ class Attention(nnx.Module):
 def attend(
     p: Attention,
     x: jax.Array,
-    positions: jax.Array,
-    segments: jax.Array,
+    kernel: Kernel,
     rotation: tuple[jax.Array, jax.Array],
     layout: Layout,
     config: ModelConfig,
-) -> jax.Array:
-    """x[B, S_{context,tensor}, D] -> the same; positions, segments [B, S_context]."""
+) -> tuple[jax.Array, Any]:
+    """x[B, S_{context,tensor}, D] -> the same, and what the kernel keeps."""
     biases = (p.q_bias, p.k_bias, p.v_bias)
     q, k, v = linear(x, (p.q, p.k, p.v), layout, biases=biases, enter="tensor")
     if p.q_norm is not None and p.k_norm is not None:
         q = rms_norm(q, p.q_norm[...], config.norm_eps)
         k = rms_norm(k, p.k_norm[...], config.norm_eps)
-    mask = Mask(causal=True, window=config.window, softcap=config.attention_softcap)
-    o = attention(rotate(q, rotation), rotate(k, rotation), v, positions, segments, mask)
-    return linear(o, p.o, layout, biases=(p.o_bias,), leave="tensor")
+    o, kept = kernel(rotate(q, rotation), rotate(k, rotation), v)
+    return linear(o, p.o, layout, biases=(p.o_bias,), leave="tensor"), kept
+
+
+def causal_mask(config: ModelConfig) -> Mask:
+    return Mask(causal=True, window=config.window, softcap=config.attention_softcap)

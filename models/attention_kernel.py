@@ -65,14 +65,37 @@ def attention(
         a = jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
         return jnp.moveaxis(a.reshape(batch, blocks, size, *a.shape[2:]), 1, 0)
 
-    def by_head(a):  # [blocks, B, Q, heads, D] -> [blocks, B, K, G·Q, D]
-        a = a.reshape(*a.shape[:3], kv_heads, -1, a.shape[-1]).transpose(0, 1, 3, 4, 2, 5)
-        return a.reshape(*a.shape[:3], -1, a.shape[-1])
-
     where = Tokens(cut(positions), cut(segments, fill=-1))
-    o: jax.Array = _attention(by_head(cut(q)), by_head(cut(k)), by_head(cut(v)), where, mask)
-    o = o.reshape(*o.shape[:3], heads // kv_heads, size, -1).transpose(1, 0, 4, 2, 3, 5)
+    q, k, v = (_by_head(cut(a), kv_heads) for a in (q, k, v))
+    o = jnp.moveaxis(_by_token(_attention(q, k, v, where, mask), size), 0, 1)
     return o.reshape(batch, blocks * size, heads, -1)[:, :tokens]
+
+
+def attend_to(
+    q: jax.Array, k: jax.Array, v: jax.Array, q_at: Tokens, k_at: Tokens, mask: Mask
+) -> jax.Array:
+    """The same softmax of queries q [B, S, H, D] over other tokens' k, v [B, K, T, D], which stand
+    at `k_at` [B or 1, T]: decoding's. Scores [B, H, S, T] exist whole; not meant to be
+    differentiated.
+    """
+    score, visible = _scores(_by_head(q, k.shape[1]), k, q_at, k_at, mask)
+    weight = jnp.where(visible, jax.nn.softmax(score), 0.0)
+    o = jnp.matmul(weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return _by_token(o.astype(q.dtype), q.shape[1])
+
+
+def _by_head(a: jax.Array, kv_heads: int) -> jax.Array:
+    """[..., Q, heads, D] -> [..., K, G·Q, D]."""
+    *outer, tokens, heads, size = a.shape
+    a = a.reshape(*outer, tokens, kv_heads, heads // kv_heads, size)
+    return jnp.moveaxis(a, -4, -2).reshape(*outer, kv_heads, -1, size)
+
+
+def _by_token(a: jax.Array, tokens: int) -> jax.Array:
+    """[..., K, G·Q, D] -> [..., Q, heads, D]."""
+    *outer, kv_heads, _, size = a.shape
+    a = a.reshape(*outer, kv_heads, -1, tokens, size)
+    return jnp.moveaxis(a, -2, -4).reshape(*outer, tokens, -1, size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -18,7 +18,8 @@ from jax import lax
 from ..sharding.layout import Layout
 from ..sharding.linear import lookup
 from . import init
-from .attention import Attention, attend
+from .attention import Attention, Kernel, attend, causal_mask
+from .attention_kernel import attention
 from .batch import Batch
 from .config import ModelConfig
 from .mlp import Mlp, swiglu
@@ -59,21 +60,36 @@ def blocks(
     pass.
     """
     rotation = rotations(batch.positions, config.size_per_head, config.rope_theta)
+    mask = causal_mask(config)
 
-    def block(x: jax.Array, p: Block) -> tuple[jax.Array, None]:
-        with jax.named_scope("attention"):
-            a = rms_norm(x, p.norm1[...], config.norm_eps)
-            x = x + attend(
-                p.attention, a, batch.positions, batch.segments, rotation, layout, config
-            )
-        with jax.named_scope("mlp"):
-            x = x + swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
-        return x, None
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        return attention(q, k, v, batch.positions, batch.segments, mask), None
+
+    def body(x: jax.Array, p: Block) -> tuple[jax.Array, None]:
+        return block(p, x, kernel, rotation, layout, config)
 
     # inside a scan nothing can be merged across the recomputation, so no barrier is needed to
     # prevent it
-    body = jax.checkpoint(block, prevent_cse=False) if remat == "full" else block
+    body = jax.checkpoint(body, prevent_cse=False) if remat == "full" else body
     return lax.scan(body, x, params.blocks)[0]
+
+
+def block(
+    p: Block,
+    x: jax.Array,
+    kernel: Kernel,
+    rotation: tuple[jax.Array, jax.Array],
+    layout: Layout,
+    config: ModelConfig,
+) -> tuple[jax.Array, Any]:
+    """One layer, training's and decoding's: x after it, and what the attention kernel keeps."""
+    with jax.named_scope("attention"):
+        a = rms_norm(x, p.norm1[...], config.norm_eps)
+        a, kept = attend(p.attention, a, kernel, rotation, layout, config)
+        x = x + a
+    with jax.named_scope("mlp"):
+        x = x + swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
+    return x, kept
 
 
 def head_share(
@@ -83,6 +99,11 @@ def head_share(
     up to one over the global batch, so shares add up to means over its valid targets.
     """
     with jax.named_scope("unembed"):
-        x = rms_norm(x, params.norm[...], config.norm_eps)
-        table = params.embed if params.unembed is None else params.unembed
+        x, table = head(params, x, config)
         return cross_entropy_share(x, table, batch.targets, batch.weights, layout, loss)
+
+
+def head(params: Transformer, x: jax.Array, config: ModelConfig) -> tuple[jax.Array, nnx.Param]:
+    """x normed, and the table [V_tensor, D_fsdp] it is then multiplied by."""
+    table = params.embed if params.unembed is None else params.unembed
+    return rms_norm(x, params.norm[...], config.norm_eps), table

@@ -18,7 +18,7 @@ from flax import nnx
 
 from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
 from ..sharding.layout import Layout
-from ..sharding.linear import fused_linear, local_rows
+from ..sharding.linear import fused_linear, local_rows, row_products
 
 LOGITS_AT_ONCE = 2**22
 """f32 logits that exist at once on a device, 16 MiB; but those of SMALLEST_CHUNK tokens always."""
@@ -58,11 +58,24 @@ def cross_entropy_share(
     return fused_linear(x, table, rows, layout, partial(_score, layout=layout, loss=loss), chunk)
 
 
+def last_logits(
+    x: jax.Array, table: nnx.Param, layout: Layout, vocab_size: int, softcap: float | None
+) -> jax.Array:
+    """Logits [B, vocab_size] in f32 of one token a row, x[B, D]; padding left out, whole on every
+    tensor rank.
+    """
+    return _cap(row_products(x, table, layout)[:, :vocab_size], softcap)
+
+
+def _cap(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, loss: Loss):
     """logits[T, V_tensor] f32 -> share, d(objective)/d(logits) [T, V_tensor], sums."""
     columns = logits.shape[1]
     weight = rows["weight"][:, None]
-    capped = logits if loss.softcap is None else loss.softcap * jnp.tanh(logits / loss.softcap)
+    capped = _cap(logits, loss.softcap)
     column = axis_index("tensor", layout) * columns + jnp.arange(columns)[None, :]
     real = column < loss.vocab_size
     capped = jnp.where(real, capped, -jnp.inf)

@@ -4,7 +4,7 @@
 exit (Megatron: 1909.08053, with sequence parallelism: 2205.05198), the dot and its biases, under
 one VJP whose residuals are the local input and the weight SHARD: a gathered weight or sequence is
 never saved. `lookup` is the same weight used as an embedding, `fused_linear` as an output layer
-whose full output never exists.
+whose full output never exists, `row_products` as one whose output is wanted.
 
 Shapes: B sequences of this device, S tokens, D width of the residual stream, K contracted and N
 produced dims, V vocabulary, C chunks of T tokens. A weight is [*K, *N], cut over `fsdp` by ZeRO-3
@@ -199,7 +199,7 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
 
     def one_chunk(dtable, piece):
         x, rows = piece
-        y = lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        y = _dot_rows(x, table)
         share, dy, sums = consume(y, rows)
         if not gradients:
             return dtable, (share, sums, None)
@@ -225,6 +225,16 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
         return share, sums, None
     (dx,) = transpose_enter(dx.reshape(-1, dx.shape[-1])[:tokens].reshape(whole.shape))
     return share, sums, (dx, _scatter_gradient(dtable, axes, shard.dtype, layout))
+
+
+def row_products(x: jax.Array, table: nnx.Param, layout: Layout) -> jax.Array:
+    """x[B, D] times every row of `table`[V_tensor, D_fsdp] -> y[B, V] in f32, the same on all of
+    tensor. For generation: not meant to be differentiated.
+
+    Over fsdp the table is gathered in x's dtype; over tensor y is, (N-1)/N of its bytes.
+    """
+    y = _dot_rows(x, gather_weight(table[...], table.axes, x.dtype, layout))
+    return all_gather(y, "tensor", 1, layout)
 
 
 def gather_weight(shard: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout) -> jax.Array:
@@ -300,6 +310,11 @@ def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     k = math.prod(x.shape[2:])
     y = x.reshape(-1, k) @ weight.reshape(k, -1)
     return y.reshape(*x.shape[:2], *weight.shape[x.ndim - 2 :])
+
+
+def _dot_rows(x: jax.Array, table: jax.Array) -> jax.Array:
+    """x[T, D] ·_D table[V, D] -> y[T, V] in f32."""
+    return lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _dot_input(dy: jax.Array, weight: jax.Array) -> jax.Array:

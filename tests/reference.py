@@ -12,21 +12,25 @@ def loss(params, batch, config):
     """Mean objective over the valid targets of batch [G, B, S], and the mean nll."""
     model, train = config.model, config.train
     rows = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), batch)
+    z = logits(params, rows, model)
+    log_p = jax.nn.log_softmax(z)
+    nll = -jnp.take_along_axis(log_p, rows.targets[..., None], axis=-1)[..., 0]
+    objective = (1 - train.label_smoothing) * nll - train.label_smoothing * log_p.mean(-1)
+    objective += train.z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
+    mean = rows.weights / rows.weights.sum()
+    return jnp.sum(objective * mean), jnp.sum(nll * mean)
+
+
+def logits(params, rows, model):
+    """[B, S, vocabulary] of a batch [B, S]."""
     x = params.embed[...][rows.tokens]
     for layer in range(model.layers):
         p = jax.tree.map(lambda a, layer=layer: a[layer], params.blocks)
         x = x + attention(p.attention, norm(x, p.norm1[...], model), rows, model)
         x = x + mlp(p.mlp, norm(x, p.norm2[...], model))
     table = params.embed if params.unembed is None else params.unembed
-    logits = norm(x, params.norm[...], model) @ table[...][: model.vocab_size].T
-    if model.logit_softcap:
-        logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
-    log_p = jax.nn.log_softmax(logits)
-    nll = -jnp.take_along_axis(log_p, rows.targets[..., None], axis=-1)[..., 0]
-    objective = (1 - train.label_smoothing) * nll - train.label_smoothing * log_p.mean(-1)
-    objective += train.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
-    mean = rows.weights / rows.weights.sum()
-    return jnp.sum(objective * mean), jnp.sum(nll * mean)
+    z = norm(x, params.norm[...], model) @ table[...][: model.vocab_size].T
+    return model.logit_softcap * jnp.tanh(z / model.logit_softcap) if model.logit_softcap else z
 
 
 def norm(x, scale, model):

@@ -1,0 +1,137 @@
+"""Decoding with a cache gives the logits of the plain model on the whole text, at every place.
+
+Rows of different lengths are fed in pieces, right-padded, then token by token.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import reference
+from meshwright.models.batch import Batch
+from meshwright.models.decode import empty_cache, extend
+from meshwright.sharding.layout import specs
+from meshwright.sharding.rules import ZERO_AXES
+from meshwright.trainer.state import lay_out
+from meshwright.trainer.step import COMPUTE
+from runs import SMALL, first_devices, make_config, random_params, shard_map
+
+PIECE, PIECES, STEPS, SLOTS = 5, 3, 4, 24
+LENGTHS = np.array([1, 5, 6, 15, 9, 3, 10, 14], np.int32)
+TEXT = np.random.default_rng(0).integers(0, 257, (8, PIECE * PIECES + STEPS), dtype=np.int32)
+
+
+def feed(params, text, lengths, *, layout, config):
+    """Logits after each piece of the prompts, [PIECES, B, V], and after each of STEPS further
+    tokens, [STEPS, B, V], with the cache at the end."""
+    run = partial(extend, params, layout=layout, config=config.model)
+
+    def piece(cache, start):
+        place = (start + jnp.arange(PIECE))[None]
+        tokens = jax.lax.dynamic_slice_in_dim(text, start, PIECE, axis=1)
+        logits, cache = run(cache, tokens, jnp.where(place < lengths[:, None], place, -1))
+        return cache, logits
+
+    def one(cache, step):
+        place = (lengths + step)[:, None]
+        logits, cache = run(cache, jnp.take_along_axis(text, place, axis=1), place)
+        return cache, logits
+
+    dtype = COMPUTE[config.precision.compute]
+    cache = empty_cache(len(text), SLOTS, layout, config.model, dtype)
+    cache, prompt = jax.lax.scan(piece, cache, PIECE * jnp.arange(PIECES))
+    cache, continuation = jax.lax.scan(one, cache, jnp.arange(STEPS))
+    return prompt, continuation, cache
+
+
+def compiled(config):
+    layout = lay_out(config, first_devices(config))
+    params = random_params(config)
+    rows, kept = P(ZERO_AXES), P(None, ZERO_AXES)
+    run = shard_map(
+        partial(feed, layout=layout, config=config),
+        layout,
+        (specs(params, layout.param_spec), rows, rows),
+        (kept, kept, P(None, ZERO_AXES, "tensor")),
+    )
+    return partial(run, params)
+
+
+def expected(config):
+    """What `feed` gives, and which of the first are of rows that had a token in that piece."""
+    place = np.broadcast_to(np.arange(TEXT.shape[1], dtype=np.int32), TEXT.shape)
+    batch = Batch(TEXT, TEXT, np.ones(TEXT.shape, np.float32), place, 0 * place)
+    whole = jax.jit(partial(reference.logits, model=config.model))(random_params(config), batch)
+    ends = PIECE * np.arange(1, PIECES + 1)[:, None]
+    row = np.arange(len(TEXT))
+    prompt = np.asarray(whole)[row, np.minimum(LENGTHS, ends) - 1]
+    continuation = np.asarray(whole)[row, LENGTHS + np.arange(STEPS)[:, None]]
+    return prompt, continuation, ends - PIECE < LENGTHS
+
+
+RICH = (
+    "model.bias=all",
+    "model.qk_norm=true",
+    "model.attention_softcap=2.0",
+    "model.logit_softcap=3.0",
+)
+TIED = ("model.bias=qkv", "model.tie_embeddings=true", "model.window=4")
+ODD = (
+    "model.vocab_multiple=6",
+    "model.d_model=15",
+    "model.heads=6",
+    "model.kv_heads=3",
+    "model.head_dim=6",
+    "train.batch_size=12",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ((), ()),
+        ((), ("mesh.data=8",)),
+        (RICH, ("mesh.data=2", "mesh.tensor=4", "layout.zero=2")),
+        (TIED, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")),
+        (ODD, ("mesh.fsdp=4", "mesh.tensor=2")),
+    ],
+)
+def test_equals_the_whole_text_fed_again(model, layout):
+    config = make_config(*SMALL, *model, *layout, "layout.sequence_parallel=false")
+    prompt, continuation, _ = compiled(config)(TEXT, LENGTHS)
+    right_prompt, right_continuation, fed = expected(config)
+    scale = np.abs(right_prompt).max()
+    for logits, right in (
+        (np.asarray(prompt)[fed], right_prompt[fed]),
+        (continuation, right_continuation),
+    ):
+        np.testing.assert_allclose(logits / scale, right / scale, rtol=0, atol=2e-6)
+
+
+def test_padding_leaves_no_trace():
+    """Not a bit differs by what stands after a prompt; slots that no token has reached are zero."""
+    config = make_config(*SMALL, "layout.sequence_parallel=false")
+    run = compiled(config)
+    _, logits, cache = run(TEXT, LENGTHS)
+    place = np.arange(TEXT.shape[1])
+    after = place >= LENGTHS[:, None] + STEPS
+    _, again, cache_again = run(np.where(after, 256, TEXT), LENGTHS)
+    jax.tree.map(np.testing.assert_array_equal, (logits, cache), (again, cache_again))
+    written = np.arange(SLOTS) < LENGTHS[:, None] + STEPS
+    for a in cache:  # [L, B, K, T, head_dim]
+        found = np.any(np.asarray(a) != 0, axis=-1)
+        np.testing.assert_array_equal(found, np.broadcast_to(written[None, :, None], found.shape))
+
+
+def test_bf16_stays_near_f32():
+    config = make_config(
+        *SMALL, *RICH, "precision.compute=bf16", "mesh.tensor=4", "layout.sequence_parallel=false"
+    )
+    _, logits, cache = compiled(config)(TEXT, LENGTHS)
+    assert cache.k.dtype == cache.v.dtype == jnp.bfloat16 and logits.dtype == np.float32
+    right = expected(config)[1]
+    np.testing.assert_allclose(logits, right, rtol=0, atol=0.02 * np.abs(right).max())

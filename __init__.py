@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .sharding.mesh import simulate_devices
     from .trainer.config import Config
+    from .trainer.generate import generate_run as generate
     from .trainer.load import load
     from .trainer.loop import train
     from .trainer.verify import verify
 
-__all__ = ["Config", "load", "simulate_devices", "train", "verify"]
+__all__ = ["Config", "generate", "load", "simulate_devices", "train", "verify"]
 
 _HOMES = {
-    "Config": ".trainer.config",
-    "load": ".trainer.load",
-    "simulate_devices": ".sharding.mesh",
-    "train": ".trainer.loop",
-    "verify": ".trainer.verify",
+    "Config": ".trainer.config.Config",
+    "generate": ".trainer.generate.generate_run",
+    "load": ".trainer.load.load",
+    "simulate_devices": ".sharding.mesh.simulate_devices",
+    "train": ".trainer.loop.train",
+    "verify": ".trainer.verify.verify",
 }
 
 
@@ -35,7 +37,8 @@ def __getattr__(name: str) -> Any:
         return version("meshwright")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    module, _, attribute = _HOMES[name].rpartition(".")
+    return getattr(import_module(module, __name__), attribute)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,5 @@
 """`python -m meshwright` is the command `meshwright`."""
 
-import sys
+from .trainer.cli import run
 
-from .trainer.cli import main
-
-sys.exit(main())
+run()

@@ -17,7 +17,7 @@ from .rules import mesh_sizes
 
 
 def simulate_devices(count: int) -> None:
-    """Make the CPU look like `count` devices, which JAX then reports.
+    """Make this process's CPU look like `count` devices, which JAX then reports.
 
     Call it before anything asks JAX for devices: in a notebook, right after the import. Raises
     ValueError with the reason if JAX has started already with other devices in this process.
@@ -27,7 +27,7 @@ def simulate_devices(count: int) -> None:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    found, platform = jax.device_count(), jax.default_backend()
+    found, platform = jax.local_device_count(), jax.default_backend()
     if (found, platform) != (count, "cpu"):
         raise ValueError(
             f"device.cpu_devices={count}: JAX has already started in this process with {found} "

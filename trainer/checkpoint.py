@@ -1,4 +1,5 @@
-"""Checkpoints: the state's leaves by name in Orbax, written in the background, opened on any mesh.
+"""Checkpoints: the state's leaves by name in Orbax, written in the background, opened on any mesh;
+what comes back is what the manifest says was saved, or is refused by name.
 
 A leaf's name is its path in `State` (`params.blocks.attention.q`); its array is the whole logical
 one, so shards on disk bind no later mesh. A checkpoint's label is the number of completed updates.
@@ -6,50 +7,354 @@ one, so shards on disk bind no later mesh. A checkpoint's label is the number of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import json
+import logging
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
-from .config import CheckpointConfig
+from .config import Config
+from .digest import digests, host_digest
+from .load import to_yaml
+from .manifest import DamagedError, Leaf, Manifest, find_checkpoints, read_manifest, sealed
+from .processes import any_process, is_first
 from .state import State, named_leaves
 
 
+class CheckpointError(RuntimeError):
+    """The disk refuses to take a checkpoint; the message names the newest there is."""
+
+
+# Saving
+
+
+class Checkpoints:
+    """The checkpoints of a run while it trains: written in the background, the newest `keep` kept
+    and the one with the lowest held-out loss.
+
+    losses: held-out loss by step, filled in by the run. newest: step of the newest that is
+    committed. lost: whether a save has failed since.
+    """
+
+    def __init__(
+        self, run: Path, config: Config, losses: dict[int, float], say: Callable[[str], None]
+    ):
+        self.losses = losses
+        self.lost = False
+        self._run = run
+        self._config = config
+        self._say = say
+        self._pending: int | None = None
+        self._manager: ocp.CheckpointManager | None = self._open()
+        self.newest = self._manager.latest_step()
+
+    def _open(self) -> ocp.CheckpointManager:
+        _hush_orbax()
+        if is_first():  # of saves that were killed or failed; their last writers may still be there
+            for unfinished in (self._run / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        config = self._config.checkpoint
+        best = [_Best(self.losses)] if config.keep_best else []
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(config.keep), *best]),
+            enable_async_checkpointing=config.background,
+        )
+        return ocp.CheckpointManager((self._run / "checkpoints").absolute(), options=options)
+
+    def save(self, step: int, state: State) -> None:
+        """Copy the state off the devices and write it under the label `step`; with
+        checkpoint.background=false, wait until it is written.
+
+        Raises CheckpointError as `check` does, also for the save before, which it waits for.
+        """
+        if step in (self.newest, self._pending):
+            return
+        self.wait()
+        leaves = named_leaves(state)
+        marks = jax.device_get(digests(leaves))
+        described = {
+            name: Leaf(list(leaf.shape), str(leaf.dtype), int(marks[name]))
+            for name, leaf in leaves.items()
+        }
+        manifest = Manifest(step, to_yaml(self._config), described)
+        try:
+            if is_first() and not self._run.is_dir():
+                raise FileNotFoundError(f"{self._run} is no longer there")
+            self._manager = self._manager or self._open()
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(leaves),
+                    manifest=ocp.args.JsonSave(sealed(manifest)),
+                ),
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            self._failed(step, error)
+            return
+        self._pending = step
+        if not self._config.checkpoint.background:
+            self.wait()
+
+    def check(self) -> None:
+        """Find out, without waiting, whether a background save has failed since.
+
+        Raises CheckpointError, or with checkpoint.required=false says it.
+        """
+        if self._manager is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises as `check` does."""
+        if self._pending is None or self._manager is None:
+            return
+        step, self._pending = self._pending, None
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._failed(step, error)
+        else:
+            self.newest, self.lost = step, False
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        # a manager raises its errors again and again: the next save opens another
+        with suppress(OSError, ValueError, RuntimeError):
+            self.close()
+        self._manager, self.lost = None, True
+        newest = "none is saved" if self.newest is None else f"the newest is of step {self.newest}"
+        line = f"the checkpoint of step {step} was not saved: {_reason(error)}; {newest}"
+        if self._config.checkpoint.required:
+            raise CheckpointError(line) from error
+        self._say(line)
+
+
 @contextmanager
-def open_checkpoints(run: Path, config: CheckpointConfig) -> Iterator[ocp.CheckpointManager]:
-    """The run's checkpoint folder, `keep` newest kept; leaving waits for what is still being
-    written.
+def open_checkpoints(
+    run: Path, config: Config, losses: dict[int, float], say: Callable[[str], None]
+) -> Iterator[Checkpoints]:
+    """The checkpoints of the run in folder `run`; leaving waits for what is still being written,
+    and raises CheckpointError if it fails.
     """
-    options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, enable_async_checkpointing=True)
-    with ocp.CheckpointManager((run / "checkpoints").absolute(), options=options) as manager:
-        yield manager
+    checkpoints = Checkpoints(run, config, losses, say)
+    try:
+        yield checkpoints
+        checkpoints.wait()
+    except BaseException:
+        with suppress(OSError, ValueError, RuntimeError):  # not instead of what happened
+            checkpoints.close()
+        raise
+    checkpoints.close()
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: State) -> None:
-    """Copy the state off the devices and write it in the background under the label `step`."""
-    manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(named_leaves(state))))
+@dataclass
+class _Best:
+    """Orbax's preservation policy that keeps the checkpoint with the lowest held-out loss."""
+
+    losses: dict[int, float]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        known = [info.step for info in checkpoints if info.step in self.losses]
+        best = min(known, key=self.losses.__getitem__, default=None)
+        return [info.step == best for info in checkpoints]
 
 
-def restore(run: Path, target: Any) -> Any:
-    """The leaves of `target` from the newest checkpoint: a part of a State, of ShapeDtypeStructs
-    with shardings (`sharded_shapes`). Raises ValueError when the run has no checkpoint.
+def _reason(error: Exception) -> str:
+    """An error of the disk in a few words; tensorstore wraps the system's in many."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    found = re.search(r"OS error \d+: (?:[A-Z]+ )?([^\]]+)\]", str(error))
+    return found[1] if found else str(error).partition("\n")[0][:300]
+
+
+@functools.cache
+def _hush_orbax() -> None:
+    """Where Orbax fails it raises the first error, which we report. It also logs it with its whole
+    traceback, and the parts that were under way beside it each print another when they end.
     """
-    folder = (run / "checkpoints").absolute()
-    options = ocp.CheckpointManagerOptions(create=False)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} holds no finished checkpoint")
-    with ocp.CheckpointManager(folder, options=options) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise ValueError(f"{folder} holds no finished checkpoint")
-        names = named_leaves(target)
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    print_unraisable = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        abandoned = code is not None and "orbax" in code.co_filename
+        if not abandoned and str(unraisable.exc_value) != "Event loop is closed":
+            print_unraisable(unraisable)
+
+    sys.unraisablehook = hook
+
+
+# Restoring
+
+
+def restore(path: Path, target: Any, *, fallback: bool = False) -> tuple[int, Any]:
+    """Step and leaves of a checkpoint: the newest of the run folder `path`, or `path` itself.
+
+    target: a State, or a part of it as {"params": ...}, of ShapeDtypeStructs with shardings
+    (`sharded_shapes`). A part is asked for by its own names; of a State every leaf must be there
+    and no other. fallback: where the newest is damaged, take the newest that is not.
+
+    Raises ValueError when there is no checkpoint or its leaves are not those of the target, naming
+    every one; DamagedError when what is read is not what was saved.
+    """
+    candidates = sorted(find_checkpoints(path).items(), reverse=True)
+    damage: list[str] = []
+    for step, folder in candidates if fallback else candidates[:1]:
+        try:
+            return step, _restore(folder, target)
+        except DamagedError as error:
+            damage.append(str(error))
+    raise DamagedError("; ".join(damage) + ("" if fallback else _remedy(candidates)))
+
+
+def _remedy(candidates: list[tuple[int, Path]]) -> str:
+    if len(candidates) == 1:
+        return ""
+    return f"; checkpoint.fallback=true goes back to an older one, like step {candidates[1][0]}"
+
+
+def set_aside(run: Path, step: int) -> list[str]:
+    """Move the run's checkpoints after `step`, which are damaged, into its folder `damaged`."""
+    later = [folder for at, folder in find_checkpoints(run).items() if at > step]
+    for folder in later:
+        place = run / "damaged" / folder.name
+        place.parent.mkdir(exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+        folder.rename(place)
+    return [f"{folder}, now in {run / 'damaged'}" for folder in later]
+
+
+def _restore(checkpoint: Path, target: Any) -> Any:
+    manifest = read_manifest(checkpoint)
+    names = named_leaves(target)
+    _compare(checkpoint, manifest, names, whole=isinstance(target, State))
+    arguments = ocp.args.PyTreeRestore(
+        item=names,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(names),
+        partial_restore=True,
+    )
+    try:
+        restored, failure = _read(checkpoint, arguments), None
+    except Exception as error:  # whatever a damaged file makes of Orbax, tensorstore and JSON
+        restored, failure = {}, error
+    if any_process(failure is not None):
+        reason = _reason(failure) if failure else "another process could not read its part"
+        damage = find_damage(checkpoint, manifest)
+        raise DamagedError(
+            _describe_damage(checkpoint, damage) or f"{checkpoint} cannot be read: {reason}"
+        )
+    marks = jax.device_get(digests(restored))
+    damaged = {
+        name: f"digest {marks[name]:08x}, saved as {manifest.leaves[name].digest:08x}"
+        for name in names
+        if marks[name] != manifest.leaves[name].digest
+    }
+    if damaged:
+        raise DamagedError(_describe_damage(checkpoint, damaged))
+    return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in names])
+
+
+def _read(checkpoint: Path, arguments: Any) -> Any:
+    _hush_orbax()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore((checkpoint / "state").absolute(), args=arguments)
+
+
+def _compare(checkpoint: Path, manifest: Manifest, names: dict[str, Any], *, whole: bool) -> None:
+    """Raises ValueError naming every leaf that the two sides do not have alike."""
+    faults = [f"{name} is missing" for name in names if name not in manifest.leaves]
+    if whole:
+        faults += [
+            f"{name} is not part of this run" for name in manifest.leaves if name not in names
+        ]
+    for name in names.keys() & manifest.leaves.keys():
+        saved, wanted = manifest.leaves[name], names[name]
+        if saved.shape != list(wanted.shape):
+            faults.append(f"{name} has shape {saved.shape}, this run's {list(wanted.shape)}")
+        if saved.dtype != str(wanted.dtype):
+            faults.append(f"{name} is {saved.dtype}, this run's {wanted.dtype}")
+    if faults:
+        raise ValueError(f"{checkpoint} does not fit: {'; '.join(sorted(faults))}")
+
+
+def find_damage(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
+    """Name -> what is wrong: Orbax's own descriptions that are no JSON any more, or every leaf that
+    is not what was saved. Reads one leaf at a time into host memory.
+    """
+    if damage := {str(file): "is no JSON" for file in _descriptions(checkpoint) if _torn(file)}:
+        return damage
+    for name, saved in manifest.leaves.items():
         arguments = ocp.args.PyTreeRestore(
-            item=names,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(names),
+            item={name: 0},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
             partial_restore=True,
         )
-        restored = manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
-    return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in names])
+        try:
+            leaf = np.asarray(_read(checkpoint, arguments)[name])
+        except Exception as error:  # as in `_restore`
+            damage[name] = f"cannot be read: {_reason(error)}"
+            continue
+        if (list(leaf.shape), str(leaf.dtype)) != (saved.shape, saved.dtype):
+            damage[name] = (
+                f"is {leaf.dtype} {list(leaf.shape)}, saved as {saved.dtype} {saved.shape}"
+            )
+        elif (mark := host_digest(leaf)) != saved.digest:
+            damage[name] = f"digest {mark:08x}, saved as {saved.digest:08x}"
+    if len(damage) == len(manifest.leaves):
+        return {"every leaf": damage.popitem()[1]}
+    return damage
+
+
+def _descriptions(checkpoint: Path) -> list[Path]:
+    return [
+        *checkpoint.glob("_*"),
+        *checkpoint.glob("state/_*"),
+        *checkpoint.glob("state/array_*/*"),
+    ]
+
+
+def _torn(file: Path) -> bool:
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return True
+    return False
+
+
+def _describe_damage(checkpoint: Path, damage: dict[str, str]) -> str:
+    return (
+        f"{checkpoint} is damaged: " + "; ".join(f"{name} {what}" for name, what in damage.items())
+        if damage
+        else ""
+    )
+
+
+def verify_checkpoints(path: Path) -> Iterator[tuple[str, bool]]:
+    """A line about each checkpoint that `path` holds, or is, and whether it is whole: every leaf
+    is read and its digest compared.
+    """
+    for step, checkpoint in find_checkpoints(path).items():
+        try:
+            manifest = read_manifest(checkpoint)
+            damage = find_damage(checkpoint, manifest)
+        except DamagedError as error:
+            yield f"step {step}: {error}", False
+            continue
+        line = _describe_damage(checkpoint, damage) or f"{len(manifest.leaves)} leaves are whole"
+        yield f"step {step}: {line}", not damage

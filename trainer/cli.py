@@ -1,7 +1,8 @@
 """The `meshwright` command. A config is checked before JAX is imported: mistakes answer at once.
 
-Exit codes: 0 done; 2 the config or the input is wrong; 1 anything else: `verify` found a mismatch,
-the run cannot go on, the disk refuses (one line on stderr), or a bug (with its traceback).
+Exit codes: 0 done; 2 the config or the input is wrong; 75 stopped by SIGTERM or Ctrl-C after a
+committed checkpoint; 1 anything else: `verify` found a mismatch, the run cannot go on, the disk
+refuses (one line on stderr), or a bug (with its traceback).
 """
 
 from __future__ import annotations
@@ -12,11 +13,32 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
-from .config import Config
+from .config import Config, DeviceConfig
 from .load import ConfigError, describe, load, presets, schema
+from .sampling import Sampling
+
+STOPPED = 75
+"""The exit code of a run that was stopped and has saved: EX_TEMPFAIL, start it again."""
+
+
+def run() -> NoReturn:
+    """The console script: one command, then the end of the process."""
+    try:
+        code = main()
+    except Exception:  # a bug
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    if "jax" in sys.modules:
+        from .processes import end_processes
+
+        end_processes(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,19 +71,40 @@ def _fail(reason: object, code: int) -> int:
 def _train(options: argparse.Namespace) -> int:
     config = _start(load(options.config, *options.overrides))
     from .loop import train
+    from .stop import Stopped
 
-    train(config)
+    try:
+        train(config)
+    except Stopped as stopped:
+        return _fail(stopped, STOPPED)
     return 0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    written = Path(options.run, "config.yaml")
-    if not written.is_file():
-        raise ConfigError(f"{written} does not exist; RUN is a folder that meshwright train wrote")
-    _start(load(written, *options.overrides))
+    _start(_config_of_run(options))
     from .evaluate import evaluate_run
+    from .processes import is_first
 
-    print(evaluate_run(options.run, options.overrides))
+    line = evaluate_run(options.run, options.overrides)
+    if is_first():
+        print(line)
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    names = [field.name for field in fields(Sampling)]
+    settings = {name: getattr(options, name) for name in names}
+    Sampling(**settings)
+    _start(_config_of_run(options))
+    from .generate import generate_run
+    from .processes import is_first
+
+    texts = generate_run(options.run, options.prompt, options.overrides, **settings)
+    lines = zip(options.prompt, texts, strict=True) if is_first() else ()
+    for number, (prompt, text) in enumerate(lines, 1):
+        if len(texts) > 1:
+            print(f"--- {number} of {len(texts)}")
+        print(prompt + text)
     return 0
 
 
@@ -88,6 +131,31 @@ def _tokenize(options: argparse.Namespace) -> int:
 
     print(describe_store(open_store(build_store(config))))
     return 0
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    path = Path(options.path)
+    if options.action == "verify":
+        _start(Config(device=DeviceConfig(platform="cpu", process_count=1)))
+        from .checkpoint import verify_checkpoints
+
+        whole = True
+        for line, good in verify_checkpoints(path):
+            print(line)
+            whole &= good
+        return 0 if whole else 1
+    from .manifest import list_checkpoints, show_checkpoint
+
+    for line in {"ls": list_checkpoints, "show": show_checkpoint}[options.action](path):
+        print(line)
+    return 0
+
+
+def _config_of_run(options: argparse.Namespace) -> Config:
+    written = Path(options.run, "config.yaml")
+    if not written.is_file():
+        raise ConfigError(f"{written} does not exist; RUN is a folder that meshwright train wrote")
+    return load(written, *options.overrides)
 
 
 def _start(config: Config) -> Config:
@@ -128,6 +196,34 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     command(_train, "train a model; its run folder is run.dir/run.name")
     command(_eval, "loss of a finished run on its whole held-out set", "run")
+    generate = command(_generate, "continue texts with a run's newest checkpoint", "run")
+    generate.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        required=True,
+        help="may be given several times",
+    )
+    for name, kind, meaning in (
+        ("tokens", int, "tokens to add at most; end-of-text ends a text earlier"),
+        ("temperature", float, "divides the logits; 0: always the likeliest token"),
+        ("top-k", int, "sample from the K likeliest tokens only"),
+        ("top-p", float, "and from as few of them as reach this probability"),
+        ("seed", int, "another seed samples other texts"),
+    ):
+        default = getattr(Sampling, name.replace("-", "_"))
+        meaning += "" if default is None else f" (default: {default})"
+        generate.add_argument(f"--{name}", type=kind, default=default, help=meaning)
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="list, show or verify the checkpoints of a run",
+        description="list a run's checkpoints, show one's config and leaves, or read every leaf "
+        "and compare its digest; needs no accelerator",
+        allow_abbrev=False,
+    )
+    checkpoint.add_argument("action", choices=("ls", "show", "verify"))
+    checkpoint.add_argument("path", metavar="PATH", help="a run folder, or one checkpoint in it")
+    checkpoint.set_defaults(command=_checkpoint, overrides=[])
     verify = command(_verify, "compare loss and gradients of every layout with one device")
     verify.add_argument(
         "--layouts", metavar="FILE", help="one layout a line, as key=value overrides of one device"

@@ -214,7 +214,8 @@ class CheckpointConfig:
 class LogConfig:
     every: Annotated[int, Field(gt=0, description="updates between plain console lines")] = 10
     sample: Annotated[
-        str | None, Field(description="prompt that a finished run continues; null: none")
+        str | None,
+        Field(min_length=1, description="prompt that a finished run continues; null: none"),
     ] = None
 
 

@@ -22,6 +22,10 @@ class Reporter:
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
+    def begin(self, done: int) -> None:
+        """Start the bar, `done` updates full."""
+        self.progress.reset(self.task, completed=done)
+
     def step(self, metrics: dict[str, Any]) -> None:
         loss, rate = f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"
         self.progress.update(self.task, completed=metrics["step"], loss=loss, rate=rate)
@@ -31,9 +35,11 @@ class Reporter:
 
 
 @contextmanager
-def report_steps(steps: int, every: int) -> Iterator[Reporter]:
-    """A bar of `steps` updates while open; on no terminal a line every `every` updates instead."""
-    console = Console()
+def report_steps(steps: int, every: int, *, quiet: bool = False) -> Iterator[Reporter]:
+    """A bar of `steps` updates while open; on no terminal a line every `every` updates instead;
+    nothing where `quiet`.
+    """
+    console = Console(quiet=quiet)
     progress = Progress(
         TextColumn("training"),
         BarColumn(),
@@ -41,7 +47,7 @@ def report_steps(steps: int, every: int) -> Iterator[Reporter]:
         TextColumn("{task.fields[loss]}  {task.fields[rate]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=quiet or not console.is_terminal,
     )
     progress.add_task("training", total=steps, loss="", rate="")
     with progress:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
+from ..models.batch import Batch
 from ..models.transformer import Transformer
 from ..sharding.layout import Layout
-from .checkpoint import restore
 from .config import Config
 from .data.loader import eval_batches
-from .data.store import Split, Store, open_data
-from .load import load
-from .state import lay_out, sharded_shapes
+from .data.store import Split, Store
+from .reading import open_run
 from .step import make_eval_step
 
 
@@ -28,22 +26,22 @@ class Evaluation:
     targets: int
 
 
-def evaluate(
-    eval_step, params: Transformer, heldout: Split, config: Config, layout: Layout
-) -> Evaluation:
-    """Every held-out target counts once; the last batch is filled with rows of weight zero.
+def evaluate(eval_step, params: Transformer, batches: Iterable[Batch]) -> Evaluation:
+    """Every target of the batches counts once; see `heldout_batches`.
 
     eval_step: from `make_eval_step`, compiled or not. Batch sums are added in f64 on the host.
     """
-    size = config.train.eval_batch_size or config.train.batch_size
-    sharding = layout.sharding(layout.batch_spec())
-    sums = [
-        eval_step(params, batch)
-        for batch in eval_batches(heldout, size, config.train.seq_len, sharding)
-    ]
+    sums = [eval_step(params, batch) for batch in batches]
     losses, targets = zip(*jax.device_get(sums), strict=True)
     count = int(sum(map(float, targets)))
     return Evaluation(sum(map(float, losses)) / count, count)
+
+
+def heldout_batches(heldout: Split, config: Config, layout: Layout) -> Iterator[Batch]:
+    """The whole held-out set; the last batch is filled with rows of weight zero."""
+    size = config.train.eval_batch_size or config.train.batch_size
+    sharding = layout.sharding(layout.batch_spec())
+    return eval_batches(heldout, size, config.train.seq_len, sharding)
 
 
 def counting_levels(store: Store) -> dict[str, float]:
@@ -65,25 +63,11 @@ def describe_evaluation(result: Evaluation, levels: dict[str, float]) -> str:
 
 
 def evaluate_run(run: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Evaluate a run's newest checkpoint on the mesh of its config, or of the overrides.
-
-    Raises ValueError for another model, and where the documents are not those of the run: another
-    held-out set, or another tokenizer. An override of `data` says that this is meant.
+    """Evaluate a run's newest checkpoint on the mesh of its config, or of the overrides; see
+    `open_run`.
     """
-    run = Path(run)
-    # micro-batches are training's: an evaluation batch is one piece
-    config = load(run / "config.yaml", "train.microbatches=1", *overrides)
-    if config.model != load(run / "config.yaml").model:
-        raise ValueError(f"model: {run} holds the parameters of its own; leave model.… out")
-    layout = lay_out(config)
-    store = open_data(config)
-    of_run = json.loads((run / "data.json").read_text(encoding="utf-8"))
-    meant = any(word.startswith("data.") for word in overrides)
-    if store.description.made_from != of_run and not meant:
-        raise ValueError(
-            f"{store.path} was made from other documents or settings than {run}, see its "
-            f"data.json; to evaluate on them all the same write data.source={config.data.source}"
-        )
-    params = restore(run, {"params": sharded_shapes(config, layout).params})["params"]
-    result = evaluate(make_eval_step(config, layout), params, store.heldout, config, layout)
+    opened = open_run(run, overrides)
+    config, layout, store = opened.config, opened.layout, opened.store
+    batches = heldout_batches(store.heldout, config, layout)
+    result = evaluate(make_eval_step(config, layout), opened.params, batches)
     return describe_evaluation(result, counting_levels(store))

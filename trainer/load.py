@@ -104,6 +104,11 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
 
 
+def from_yaml(text: str, origin: str) -> Config:
+    """The Config that `to_yaml` wrote. Raises ConfigError naming `origin`."""
+    return _build(_parse(text, origin), ())
+
+
 def to_yaml(config: Config) -> str:
     """The whole resolved tree, defaults included; it loads again to an equal Config."""
     tree = dataclasses.asdict(config)
@@ -155,12 +160,12 @@ def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, 
     if tree is None:  # an empty file: all defaults
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: should be a mapping of sections, not {_show(tree)}")
+        raise ConfigError(f"{path}: should be a mapping of sections, not {show(tree)}")
     base = tree.pop("base", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(f"base={_show(base)}: should be one preset's name or path ({path})")
+        raise ConfigError(f"base={show(base)}: should be one preset's name or path ({path})")
     return _merge(_read(base, path.parent, (*chain, path)), tree)
 
 
@@ -203,9 +208,9 @@ def _explain(error: ErrorDetails) -> str:
     if kind == "unexpected_keyword_argument":
         return _unknown(key)
     if kind == "dataclass_type":
-        return f"{key}={_show(value)}: {key} is a section; write {key}.KEY=value"
+        return f"{key}={show(value)}: {key} is a section; write {key}.KEY=value"
     problem = _WORDS.get(kind) or error["msg"].removeprefix("Input ").removeprefix("String ")
-    line = f"{key}={_show(value)}: {problem}"
+    line = f"{key}={show(value)}: {problem}"
     if kind == "literal_error":
         line += _did_you_mean(str(value), re.findall(r"'([^']+)'", context["expected"]))
     return line
@@ -259,5 +264,6 @@ def _flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as YAML for a message, shortened."""
     return textwrap.shorten(_flow(value), 60, placeholder="…")

@@ -1,15 +1,15 @@
-"""A training run from config to result: the run folder, the loop, evaluations, checkpoints."""
+"""A training run from config to result: where it begins, the loop, its evaluations, checkpoints and
+stops.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,18 +18,23 @@ from typing import Any
 import jax
 
 from ..models.batch import Batch
-from .checkpoint import open_checkpoints, save
+from ..sharding.layout import Layout
+from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
 from .config import Config
-from .console import report_steps
-from .data.loader import batch_at, prefetch, train_rows
-from .data.store import open_data
+from .console import Reporter, report_steps
+from .data.loader import batch_at, batch_shapes, prefetch, train_rows
+from .data.store import Store, build_store, open_data
 from .device import prepare_devices
-from .evaluate import counting_levels, describe_evaluation, evaluate
+from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
 from .flops import mfu, peak_flops, step_flops
-from .load import to_yaml
-from .metrics import plot_loss, write_line
-from .state import State, abstract_state, init_state, lay_out
+from .generate import generate_texts
+from .metrics import MetricsFile, open_metrics, plot_loss
+from .processes import any_process, is_first, make_agree, on_first, watch
+from .resume import begin, compare_models, enter, run_folder
+from .sampling import Sampling
+from .state import State, abstract_state, init_state, lay_out, sharded_shapes
 from .step import make_eval_step, make_train_step
+from .stop import Stopped, in_background, stop_on_signals, until_stopped
 from .summary import summarize
 
 
@@ -52,97 +57,191 @@ class Result:
         return plot_loss(self.history, self.levels)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with.
+
+    ask: begins to ask all processes whether one was told to stop; the answer is looked at `late`
+    batches later. wait: a future's result, or Stopped. phase: tells the watchdog what comes next.
+    """
+
+    config: Config
+    layout: Layout
+    folder: Path
+    store: Store
+    metrics: MetricsFile
+    checkpoints: Checkpoints
+    reporter: Reporter
+    ask: Callable[[], Any]
+    late: int
+    wait: Callable[[Future[Any]], Any]
+    phase: Callable[[str | None], None]
+
+
 def train(config: Config) -> Result:
-    """Train `config` to its end in a new run folder, and evaluate it.
+    """Train `config` to its end and evaluate it; checkpoint.resume says whether an existing run
+    goes on.
+
+    SIGTERM and Ctrl-C end the run early: it saves a checkpoint and raises Stopped.
 
     Raises ValueError where config, devices, data or folder are not usable, before any compilation;
-    RunError when the loss stops being finite.
+    RunError when the loss stops being finite, CheckpointError when the disk refuses a checkpoint,
+    DamagedError when the one to resume from is not what was saved.
     """
+    with prepare_run(config) as (run, state):
+        state = run_to_end(run, state)
+    if run.checkpoints.lost:
+        raise RunError(
+            f"trained to the end, but the newest checkpoint is of step {run.checkpoints.newest}"
+        )
+    history, levels = run.metrics.history, counting_levels(run.store)
+    if (prompt := config.log.sample) is not None:
+        tokenizer, sampling = run.store.tokenizer, Sampling(seed=config.run.seed)
+        texts = generate_texts(state.params, config, run.layout, tokenizer, [prompt], sampling)
+        run.reporter.say(f"sample      {prompt}{texts[0]}")
+    if is_first():
+        plot_loss(history, levels, run.folder / "loss.png")
+    run.reporter.say(f"done: checkpoint, metrics.jsonl and loss.png are in {run.folder}")
+    return Result(run.folder, config, history, levels, state)
+
+
+@contextmanager
+def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
+    """The run's folder, files and devices, ready to go on from the state that comes with them."""
     prepare_devices(config.device)
-    layout = lay_out(config)
-    folder = make_run_folder(config)
-    try:
-        store = open_data(config)
-    except BaseException:
-        shutil.rmtree(folder)  # the run has not begun
-        raise
-    (folder / "data.json").write_text(json.dumps(store.description.made_from, indent=1))
-
-    steps, history, levels = config.train.steps, [], counting_levels(store)
-    read_batch = partial(
-        batch_at,
-        train_rows(store.train, config.train.seq_len, config.run.seed),
-        batch_size=config.train.batch_size,
-        microbatches=config.train.microbatches,
-        seq_len=config.train.seq_len,
-        sharding=layout.sharding(layout.batch_spec()),
-    )
-    peak, flops = peak_flops(config), step_flops(config)
-
+    layout, folder = lay_out(config), run_folder(config)
+    resumes, changes = on_first(lambda: begin(folder, config))
+    store = open_shared_data(config)
     with (
-        (folder / "metrics.jsonl").open("x", encoding="utf-8") as log,
-        open_checkpoints(folder, config.checkpoint) as checkpoints,
-        report_steps(steps, config.log.every) as reporter,
-        closing(prefetch(read_batch, 0, config.train.batch_size, config.data.prefetch)) as batches,
+        stop_on_signals(config.checkpoint.grace) as stop,
+        watch(config.device.timeout) as phase,
+        report_steps(config.train.steps, config.log.every, quiet=not is_first()) as reporter,
     ):
-
-        def record(values: dict[str, Any]) -> None:
-            history.append(values)
-            write_line(log, values)
-
-        def record_step(metrics: dict[str, Any], seconds: float) -> None:
-            first = ("step", "position", "loss")  # the rest in jit's order
-            values = {name: metrics[name].item() for name in (*first, *metrics)}
-            values |= {
-                "tokens": int(values["tokens"]),
-                "step_time": seconds,
-                "tokens_per_second": values["tokens"] / seconds,
-                "mfu": mfu(flops, seconds, layout.mesh.size, peak),
-            }
-            record(values)
-            if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-                raise RunError(
-                    f"step {values['step']}: loss {values['loss']}, gradient norm "
-                    f"{values['grad_norm']}, at data position {values['position']}; "
-                    f"lower optimizer.lr={config.optimizer.lr} or lengthen optimizer.warmup"
-                )
-            reporter.step(values)
-
-        shapes = abstract_state(config)
-        for line in summarize(config, layout, shapes):
+        for line in summarize(config, layout, abstract_state(config)):
             reporter.say(line)
         reporter.say(f"run         {folder}")
-        reporter.say("compiling   the step")
-        step = make_train_step(config, layout).lower(shapes, read_batch(0)).compile()
-        state = init_state(config, layout)
-        eval_step = make_eval_step(config, layout)
+        for change in changes:
+            reporter.say(f"changed     {change}")
+        state = begin_state(config, layout, folder, resumes, reporter)
+        on_first(lambda: enter(folder, config, store.description.made_from, resumes=resumes))
+        if any_process(not (folder / "config.yaml").is_file()):
+            raise ValueError(f"run.dir={config.run.dir}: all processes need the same folder")
 
-        done = 0
-        while done < steps:
-            stop = next_stop(done, steps, config.train.eval_every, config.checkpoint.every)
-            state = run_steps(step, state, islice(batches, stop - done), record_step)
-            done = stop
-            # saved first: an evaluation may fail
-            if done == steps or is_due(done, config.checkpoint.every):
-                save(checkpoints, done, state)
-            if done == steps or is_due(done, config.train.eval_every):
-                result = evaluate(eval_step, state.params, store.heldout, config, layout)
-                record({"step": done, "eval_loss": result.loss, "eval_targets": result.targets})
-                reporter.say(f"step {done}: {describe_evaluation(result, levels)}")
+        # of several processes none may leave alone: they agree first
+        alone, agree = jax.process_count() == 1, make_agree(layout.mesh)
+        with (
+            open_metrics(
+                folder / "metrics.jsonl",
+                int(state.step),
+                writes=is_first(),
+                required=config.checkpoint.required,
+            ) as metrics,
+            open_checkpoints(folder, config, held_out_losses(metrics), reporter.say) as checkpoints,
+        ):
+            run = Run(
+                config=config,
+                layout=layout,
+                folder=folder,
+                store=store,
+                metrics=metrics,
+                checkpoints=checkpoints,
+                reporter=reporter,
+                ask=lambda: agree(stop.asked()),
+                late=0 if alone else 1,
+                wait=stop.result if alone else Future.result,
+                phase=phase,
+            )
+            yield run, state
 
-    plot_loss(history, levels, folder / "loss.png")
-    reporter.say(f"done: checkpoint, metrics.jsonl and loss.png are in {folder}")
-    return Result(folder, config, history, levels, state)
+
+def open_shared_data(config: Config) -> Store:
+    """The run's token store, built by the first process if it is not there; a host that does not
+    see it builds its own. Raises ValueError where processes read different documents.
+    """
+    if jax.process_count() > 1:
+        on_first(lambda: build_store(config) and None)
+    store = open_data(config)
+    made_from = store.description.made_from
+    if any_process(made_from != on_first(lambda: made_from)):
+        raise ValueError(f"data: {store.path} was made from other documents on another host")
+    return store
+
+
+def begin_state(
+    config: Config, layout: Layout, folder: Path, resumes: bool, reporter: Reporter
+) -> State:
+    """The state the run begins with: its newest checkpoint's, or a first one, with the parameters
+    of checkpoint.init_from if that is given.
+    """
+    steps, target = config.train.steps, sharded_shapes(config, layout)
+    if resumes:
+        step, state = restore(folder, target, fallback=config.checkpoint.fallback)
+        if step > steps:
+            raise ValueError(f"train.steps={steps}: {folder} has made {step} updates already")
+        for damaged in on_first(lambda: set_aside(folder, step)):
+            reporter.say(f"{'damaged':<12}{damaged}")
+        finished = ", that is all of them" if step == steps else ""
+        reporter.say(f"{'resumed':<12}after {step} of {steps} updates{finished}")
+        reporter.begin(step)
+        return state
+    state = init_state(config, layout)
+    if config.checkpoint.init_from is None:
+        return state
+    source = Path(config.checkpoint.init_from).expanduser()
+    for difference in on_first(lambda: compare_models(source, config)):
+        reporter.say(f"{'changed':<12}{difference}")
+    step, restored = restore(source, {"params": target.params})
+    reporter.say(f"{'parameters':<12}of step {step} of {source}")
+    return replace(state, params=restored["params"])
+
+
+def run_to_end(run: Run, state: State) -> State:
+    """Step, save and evaluate until train.steps updates are done.
+
+    Raises Stopped, with a checkpoint committed, when the run is asked to stop.
+    """
+    train, every = run.config.train, run.config.checkpoint.every
+    losses, done = run.checkpoints.losses, int(state.step)
+    step = eval_step = None
+    with closing(train_batches(run, int(state.position))) as batches:
+        try:
+            while True:
+                # a checkpoint that was due came first: an evaluation may fail
+                if done not in losses and (done == train.steps or is_due(done, train.eval_every)):
+                    eval_step = eval_step or compile_eval_step(run)
+                    losses[done] = evaluate_heldout(run, eval_step, state, done)
+                if done == train.steps:
+                    return state
+                step = step or compile_train_step(run)
+                until = next_stop(done, train.steps, train.eval_every, every)
+                coming = read(run, islice(batches, until - done), done)
+                state = run_steps(step, state, coming, partial(record_step, run))
+                done = int(state.step)
+                if done < until:
+                    raise Stopped
+                if done == train.steps or is_due(done, every):
+                    save(run, state, done)
+        except Stopped:
+            run.reporter.say(f"stopping    saving step {done}")
+            save(run, state, done)
+            run.checkpoints.wait()
+            if run.checkpoints.lost:
+                raise RunError(f"stopped, but step {done} is not saved") from None
+            raise Stopped(
+                f"stopped: step {done} is saved in {run.folder}; "
+                f"checkpoint.resume=auto goes on from there"
+            ) from None
 
 
 def run_steps(
     step: Callable[[State, Batch], tuple[State, dict[str, jax.Array]]],
     state: State,
-    batches: Iterable[tuple[int, Batch]],
+    batches: Iterable[Batch],
     record: Callable[[dict[str, Any], float], None],
 ) -> State:
-    """Step through `batches`. A step's metrics are fetched after the next one is dispatched, so
-    the devices never wait for the host; `record` gets them with the seconds since the last fetch.
+    """Step through `batches`, to their end or until they raise Stopped. A step's metrics are
+    fetched after the next one is dispatched, so the devices never wait for the host; `record` gets
+    them with the seconds since the last fetch.
     """
     pending, last = None, time.perf_counter()
 
@@ -152,36 +251,126 @@ def run_steps(
         record(values, now - last)
         last = now
 
-    for _, batch in batches:
-        state, metrics = step(state, batch)
-        if pending is not None:
-            fetch(pending)
-        pending = metrics
+    with suppress(Stopped):
+        for batch in batches:
+            state, metrics = step(state, batch)
+            if pending is not None:
+                fetch(pending)
+            pending = metrics
     if pending is not None:
         fetch(pending)
     return state
 
 
+def read(run: Run, futures: Iterable[Future[Batch]], done: int) -> Iterator[Batch]:
+    """The batches of the next updates. Raises Stopped where the run is asked to stop, in the middle
+    of the wait for one if it runs alone.
+    """
+
+    def batches() -> Iterator[Batch]:
+        for number, future in enumerate(futures, done + 1):
+            run.phase(f"reading the batch of step {number}")
+            batch = run.wait(future)
+            run.phase(f"in step {number}")
+            yield batch
+
+    return until_stopped(batches(), run.ask, run.late)
+
+
+def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
+    """Write and show what a step measured; look after the last checkpoint. Raises RunError when the
+    loss is not finite any more.
+    """
+    first = ("step", "position", "loss")  # the rest in jit's order
+    values = {name: metrics[name].item() for name in (*first, *metrics)}
+    flops, peak = step_flops(run.config), peak_flops(run.config)
+    values |= {
+        "tokens": int(values["tokens"]),
+        "step_time": seconds,
+        "tokens_per_second": values["tokens"] / seconds,
+        "mfu": mfu(flops, seconds, run.layout.mesh.size, peak),
+    }
+    run.metrics.write(values)
+    if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+        optimizer = run.config.optimizer
+        raise RunError(
+            f"step {values['step']}: loss {values['loss']}, gradient norm {values['grad_norm']}, "
+            f"at data position {values['position']}; "
+            f"lower optimizer.lr={optimizer.lr} or lengthen optimizer.warmup"
+        )
+    run.reporter.step(values)
+    run.checkpoints.check()
+
+
+def save(run: Run, state: State, done: int) -> None:
+    run.phase(None)  # a disk may take its time
+    run.metrics.sync()
+    run.checkpoints.save(done, state)
+
+
+def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float:
+    """Evaluate, record and show it; returns the loss. Raises Stopped as `read` does."""
+
+    def batches() -> Iterator[Batch]:
+        for batch in heldout_batches(run.store.heldout, run.config, run.layout):
+            run.phase(f"evaluating step {done}")
+            yield batch
+
+    result = evaluate(eval_step, state.params, until_stopped(batches(), run.ask, run.late))
+    run.metrics.write({"step": done, "eval_loss": result.loss, "eval_targets": result.targets})
+    described = describe_evaluation(result, counting_levels(run.store))
+    run.reporter.say(f"step {done}: {described}")
+    return result.loss
+
+
+def held_out_losses(metrics: MetricsFile) -> dict[int, float]:
+    """Step -> held-out loss of the evaluations so far."""
+    return {line["step"]: line["eval_loss"] for line in metrics.history if "eval_loss" in line}
+
+
+def train_batches(run: Run, position: int) -> Generator[Future[Batch], None, None]:
+    """The endless stream of training batches from a data position on."""
+    train = run.config.train
+    read_batch = partial(
+        batch_at,
+        train_rows(run.store.train, train.seq_len, run.config.run.seed),
+        batch_size=train.batch_size,
+        microbatches=train.microbatches,
+        seq_len=train.seq_len,
+        sharding=run.layout.sharding(run.layout.batch_spec()),
+    )
+    return prefetch(read_batch, position, train.batch_size, run.config.data.prefetch)
+
+
+def compile_train_step(run: Run) -> Any:
+    """The train step, compiled. Raises Stopped in the middle, where the run is alone."""
+    run.reporter.say("compiling   the step")
+    train, layout = run.config.train, run.layout
+    sharding = layout.sharding(layout.batch_spec())
+    batch = batch_shapes(train.batch_size, train.microbatches, train.seq_len, sharding)
+    state = sharded_shapes(run.config, layout)
+    return _compile(run, make_train_step(run.config, layout), state, batch)
+
+
+def compile_eval_step(run: Run) -> Any:
+    """The evaluation step, compiled. Raises Stopped as `compile_train_step` does."""
+    train, layout = run.config.train, run.layout
+    size = train.eval_batch_size or train.batch_size
+    batch = batch_shapes(size, 1, train.seq_len, layout.sharding(layout.batch_spec()))
+    params = sharded_shapes(run.config, layout).params
+    return _compile(run, make_eval_step(run.config, layout), params, batch)
+
+
+def _compile(run: Run, jitted: Any, *shapes: Any) -> Any:
+    run.phase(None)  # a compiler may take its time
+    return run.wait(in_background(lambda: jitted.lower(*shapes).compile()))
+
+
 def is_due(step: int, every: int) -> bool:
     """Whether something done every `every` updates (0: never) is due after `step` of them."""
-    return every > 0 and step % every == 0
+    return every > 0 and step > 0 and step % every == 0
 
 
 def next_stop(done: int, steps: int, *periods: int) -> int:
     """The next update, at most `steps`, after which anything of these periods is due."""
     return min([steps, *(done + every - done % every for every in periods if every > 0)])
-
-
-def make_run_folder(config: Config) -> Path:
-    """Create run.dir/run.name with the resolved config in it. Raises ValueError if it exists."""
-    folder = Path(os.path.expanduser(config.run.dir), config.run.name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise ValueError(
-            f"{folder} exists already; write run.name=… for a new run, or delete it"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"run.dir={config.run.dir}: {error.strerror}: {folder}") from None
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    return folder

@@ -2,26 +2,109 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
-def write_line(file: TextIO, values: dict[str, Any]) -> None:
-    """One JSON object on one line, on disk before the next step's is due. Not-a-number becomes
-    null, as JSON asks.
+@contextmanager
+def open_metrics(path: Path, step: int, *, writes: bool, required: bool) -> Iterator[MetricsFile]:
+    """metrics.jsonl cut behind update `step`, open for appending by this process alone.
+
+    writes: false on a process that only keeps the history. required: see MetricsFile.write. Raises
+    ValueError where another run has it open.
     """
-    values = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-    }
-    file.write(json.dumps(values, allow_nan=False) + "\n")
-    file.flush()
+    if not writes:
+        history = lines_until(path, step)[0] if path.exists() else []
+        yield MetricsFile(path, history, None, required)
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    with open(descriptor, "ab", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
+        except BlockingIOError:
+            raise ValueError(
+                f"{path.parent} is being trained already, by another process"
+            ) from None
+        except OSError:
+            pass  # a filesystem without locks
+        history, size = lines_until(path, step)
+        file.truncate(size)
+        yield MetricsFile(path, history, file, required)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+class MetricsFile:
+    """The objects of metrics.jsonl, of which a run resumes with the first and appends the rest."""
+
+    def __init__(
+        self, path: Path, history: list[dict[str, Any]], file: FileIO | None, required: bool
+    ):
+        self.path = path
+        self.history = history
+        self._file = file
+        self._required = required
+        self._unwritten = b""
+
+    def write(self, values: dict[str, Any]) -> None:
+        """One JSON object on one line, with the system before this returns. Not-a-number becomes
+        null, as JSON asks. Where nothing is `required`, a line that the disk refuses waits for the
+        next.
+
+        Raises OSError where the disk refuses, and in any case where the file is no longer there.
+        """
+        self.history.append(values)
+        if self._file is None:
+            return
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the run's file has been deleted", str(self.path))
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            error.filename = str(self.path)
+            if self._required:
+                raise
+
+    def sync(self) -> None:
+        """Have what is written survive a crash of the machine as well."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+
+def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
+    """The objects of the updates up to `step`, and the bytes they take: a run that was killed may
+    have written further, and half a line. Raises ValueError for a line that is no JSON object.
+    """
+    history, size = [], 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                values = json.loads(line)
+                beyond = values["step"] > step
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{path}, line {number}: not an object with a step; the file is damaged, "
+                    f"delete the lines from there on"
+                ) from None
+            if beyond:
+                break
+            history.append(values)
+            size += len(line)
+    return history, size
 
 
 def plot_loss(

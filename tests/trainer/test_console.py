@@ -25,12 +25,13 @@ def metrics(step: int) -> dict:
 def shown(monkeypatch):
     """A function that reports ten steps on a console of 100 columns and gives back its text."""
 
-    def show(*, terminal: bool, say: str = "", every: int = 4) -> str:
+    def show(*, terminal: bool, say: str = "", every: int = 4, done=0, quiet=False) -> str:
         file = io.StringIO()
         settings = {"file": file, "force_terminal": terminal, "width": 100, "color_system": None}
-        monkeypatch.setattr(console, "Console", lambda: Console(**settings))
-        with console.report_steps(10, every) as reporter:
-            for step in range(1, 11):
+        monkeypatch.setattr(console, "Console", lambda quiet: Console(quiet=quiet, **settings))
+        with console.report_steps(10, every, quiet=quiet) as reporter:
+            reporter.begin(done)
+            for step in range(done + 1, 11):
                 reporter.step(metrics(step))
                 if say and step == 5:
                     reporter.say(say)
@@ -58,6 +59,18 @@ def test_on_a_terminal_a_bar_and_no_lines(shown):
     assert not re.search(r"step \d", text)
 
 
+def test_a_resumed_run_begins_where_it_was(shown):
+    text = shown(terminal=True, done=9)
+    assert "9/10" in text
+    assert "10/10" in text
+    assert "1/10" not in text.replace("10/10", "")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_quiet_process_says_nothing(shown, terminal):
+    assert shown(terminal=terminal, say="run a", quiet=True) == ""
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_is_said_stands_unchanged_on_one_line(shown, terminal):
     line = f"run [bold]a[/bold] {'x' * 150} 3.14"
@@ -67,7 +80,7 @@ def test_what_is_said_stands_unchanged_on_one_line(shown, terminal):
 def test_the_bar_is_closed_when_a_step_fails(monkeypatch):
     """Else the terminal stays without a cursor."""
     file = io.StringIO()
-    monkeypatch.setattr(console, "Console", lambda: Console(file=file, force_terminal=True))
+    monkeypatch.setattr(console, "Console", lambda quiet: Console(file=file, force_terminal=True))
     with pytest.raises(KeyError), console.report_steps(10, 1) as reporter:
         reporter.step({"step": 1})
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")

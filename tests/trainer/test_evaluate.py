@@ -23,6 +23,7 @@ from meshwright.trainer.evaluate import (
     describe_evaluation,
     evaluate,
     evaluate_run,
+    heldout_batches,
 )
 from meshwright.trainer.load import override, to_yaml
 from meshwright.trainer.state import abstract_state, lay_out, state_shardings
@@ -51,7 +52,9 @@ def evaluate_on(run, heldout, *overrides: str) -> Evaluation:
     layout = lay_out(config, jax.devices()[: math.prod(config.mesh.sizes().values())])
     params = jax.device_get(run.result.state.params)
     params = jax.device_put(params, state_shardings(abstract_state(config), layout).params)
-    return evaluate(make_eval_step(config, layout), params, heldout, config, layout)
+    return evaluate(
+        make_eval_step(config, layout), params, heldout_batches(heldout, config, layout)
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_every_held_out_target_counts_once(run, heldout, size):
         assert not weights[np.asarray(batch.segments) < 0].any()
         return np.float32(2 * weights.sum()), np.float32(weights.sum())
 
-    result = evaluate(eval_step, None, heldout, config, layout)
+    result = evaluate(eval_step, None, heldout_batches(heldout, config, layout))
     stream, ends = np.asarray(heldout.tokens), np.asarray(heldout.offsets[1:]) - 1
     has_target = np.ones(len(stream), bool)
     has_target[ends] = False

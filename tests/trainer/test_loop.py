@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 
 from meshwright.trainer import loop
 from meshwright.trainer.cli import main
-from meshwright.trainer.config import Config, RunConfig
+from meshwright.trainer.config import RunConfig
 from meshwright.trainer.load import load, override, to_yaml
-from meshwright.trainer.loop import RunError, is_due, make_run_folder, next_stop, run_steps, train
-from meshwright.trainer.metrics import read_lines
+from meshwright.trainer.loop import RunError, is_due, next_stop, run_steps, train
+from meshwright.trainer.manifest import find_checkpoints
 from meshwright.trainer.optimizer import learning_rate
+from meshwright.trainer.stop import Stopped
 
 STEP_KEYS = {
     *("step", "position", "loss", "grad_norm", "lr", "tokens"),
     *("step_time", "tokens_per_second", "mfu"),
 }
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def run_fake_steps(events, count: int):
         assert seconds >= 0
         events.append(f"record {metrics['step']}")
 
-    return run_steps(step, 0, ((10 * i, i) for i in range(1, count + 1)), record)
+    return run_steps(step, 0, range(1, count + 1), record)
 
 
 def test_metrics_are_fetched_after_the_next_step_is_dispatched(events):
@@ -74,10 +79,24 @@ def test_the_seconds_of_all_steps_are_those_of_the_loop(events, monkeypatch):
     run_steps(
         lambda state, batch: (state, {"step": batch}),
         None,
-        [(0, 1), (0, 2), (0, 3)],
+        [1, 2, 3],
         lambda metrics, value: seconds.append(value),
     )
     assert seconds == [1.0, 2.0, 3.0]
+
+
+def test_a_stop_ends_after_what_was_dispatched_is_recorded(events):
+    def batches():
+        yield from (1, 2, 3)
+        raise Stopped
+
+    def step(state, batch):
+        events.append(f"dispatch {batch}")
+        return state + 1, {"step": batch}
+
+    state = run_steps(step, 0, batches(), lambda m, _: events.append(f"record {m['step']}"))
+    assert state == 3
+    assert events[-4:] == ["fetch 2", "record 2", "fetch 3", "record 3"]
 
 
 PERIODS = st.lists(st.integers(0, 12), min_size=2, max_size=2)
@@ -93,47 +112,9 @@ def test_the_loop_stops_wherever_something_is_due_and_nowhere_else(steps, period
     assert stops == [*due, steps]
 
 
-@given(st.integers(1, 100), st.integers(0, 100))
+@given(st.integers(0, 100), st.integers(0, 100))
 def test_something_is_due_after_every_multiple_of_its_period(step, every):
     assert is_due(step, every) == (every > 0 and step in range(every, step + 1, every))
-
-
-def config_in(path, name="run") -> Config:
-    return Config(run=RunConfig(dir=str(path), name=name))
-
-
-def test_the_run_folder_is_made_with_its_config(tmp_path):
-    config = config_in(tmp_path / "not" / "yet")
-    folder = make_run_folder(config)
-    assert folder == tmp_path / "not" / "yet" / "run"
-    assert load(folder / "config.yaml") == config
-
-
-def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert make_run_folder(config_in("~/runs")) == tmp_path / "runs" / "run"
-
-
-def test_a_run_folder_is_never_used_twice(tmp_path):
-    folder = make_run_folder(config_in(tmp_path))
-    (folder / "config.yaml").write_text("mine")
-    with pytest.raises(ValueError) as caught:
-        make_run_folder(config_in(tmp_path))
-    assert str(caught.value).startswith(f"{folder} exists already; write run.name=… for a new run")
-    assert (folder / "config.yaml").read_text() == "mine"
-
-
-def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"run\.dir=.*/file: Not a directory: .*/file/run$"):
-        make_run_folder(config_in(tmp_path / "file"))
-
-    def refuse(*arguments, **keywords):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(loop.Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match=r"run\.dir=/locked: Permission denied: /locked/run$"):
-        make_run_folder(config_in("/locked"))
 
 
 def test_the_run_folder_holds_what_was_promised(run):
@@ -191,8 +172,7 @@ def test_evaluations_and_checkpoints_come_when_due(run):
     assert len({line["eval_targets"] for line in evaluations}) == 1
     losses = [line["eval_loss"] for line in evaluations]
     assert losses == sorted(losses, reverse=True)
-    saved = {path.name for path in (run.folder / "checkpoints").iterdir()}
-    assert saved == {"3", "6"}
+    assert list(find_checkpoints(run.folder)) == [3, 6]
 
 
 def test_lines_are_in_the_order_of_events(run):
@@ -242,7 +222,7 @@ def test_a_mesh_writes_the_lines_of_one_device(run, tmp_path, monkeypatch, capsy
     assert evaluations[0]["eval_loss"] == pytest.approx(
         run.result.history[-1]["eval_loss"], rel=1e-5
     )
-    assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["6"]
+    assert list(find_checkpoints(tmp_path / "one")) == [6]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(run, tmp_path):
@@ -268,10 +248,10 @@ def test_mistakes_leave_no_run_folder(run, tmp_path):
 
 def test_a_checkpoint_is_safe_before_the_evaluation_that_may_fail(run, tmp_path, monkeypatch):
     def evaluate(*arguments):
-        raise MemoryError
+        raise MemoryError("of the evaluation")
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     config = override(run.config, f"run.dir={tmp_path}", "train.eval_every=0", "checkpoint.every=0")
-    with pytest.raises(MemoryError):
-        loop.train(config)
-    assert [path.name for path in (tmp_path / "eight" / "checkpoints").iterdir()] == ["6"]
+    with pytest.raises(MemoryError, match="of the evaluation"):
+        train(config)
+    assert list(find_checkpoints(tmp_path / "eight")) == [6]

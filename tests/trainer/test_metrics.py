@@ -1,17 +1,20 @@
-"""metrics.jsonl keeps every bit of a float and is strict JSON; the picture shows the history."""
+"""metrics.jsonl keeps every bit of a float, is strict JSON, and goes on where a run resumes; the
+picture shows the history."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
+import resource
+from contextlib import contextmanager
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from meshwright.trainer.metrics import plot_loss, read_lines, write_line
+from meshwright.trainer.metrics import open_metrics, plot_loss
 
 VALUES = st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=5), st.booleans())
 
@@ -25,11 +28,24 @@ def strict(text: str):
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def write(path, *lines, step=0, required=True):
+    with open_metrics(path, step, writes=True, required=required) as metrics:
+        for line in lines:
+            metrics.write(line)
+    return metrics
+
+
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=6))
-def test_a_line_is_strict_json_that_gives_every_finite_value_back(values):
-    file = io.StringIO()
-    write_line(file, values)
-    line = file.getvalue()
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_line_is_strict_json_that_gives_every_finite_value_back(path, values):
+    path.unlink(missing_ok=True)
+    write(path, values)
+    line = path.read_text(encoding="utf-8")
     assert line.endswith("\n")
     assert line.count("\n") == 1
     expected = {
@@ -39,28 +55,113 @@ def test_a_line_is_strict_json_that_gives_every_finite_value_back(values):
     assert strict(line) == expected
 
 
-def test_not_a_number_becomes_null_and_the_rest_stays():
-    file = io.StringIO()
-    write_line(file, {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "step": 3})
-    assert strict(file.getvalue()) == {"loss": None, "grad_norm": None, "lr": None, "step": 3}
+def test_not_a_number_becomes_null_and_the_rest_stays(path):
+    write(path, {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "step": 3})
+    expected = {"loss": None, "grad_norm": None, "lr": None, "step": 3}
+    assert strict(path.read_text()) == expected
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
-def test_every_float32_comes_back_bitwise(floats):
-    file = io.StringIO()
-    for number in floats:
-        write_line(file, {"loss": np.float32(number).item()})
-    back = [np.float32(json.loads(line)["loss"]) for line in file.getvalue().splitlines()]
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_float32_comes_back_bitwise(path, floats):
+    path.unlink(missing_ok=True)
+    write(path, *({"loss": np.float32(number).item()} for number in floats))
+    back = [np.float32(json.loads(line)["loss"]) for line in path.read_text().splitlines()]
     assert np.asarray(back, np.float32).tobytes() == np.asarray(floats, np.float32).tobytes()
 
 
-def test_read_lines_reads_what_write_line_wrote(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_line_is_on_disk_at_once(path):
     lines = [{"step": 1, "loss": 1 / 3}, {"step": 1, "eval_loss": 0.1}]
-    with path.open("w", encoding="utf-8") as file:
-        for i, line in enumerate(lines):
-            write_line(file, line)
-            assert read_lines(path) == lines[: i + 1]  # on disk at once
+    with open_metrics(path, 0, writes=True, required=True) as metrics:
+        for i, line in enumerate(lines, 1):
+            metrics.write(line)
+            assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:i]
+    assert metrics.history == lines
+
+
+LINES = [
+    {"step": 1, "loss": 3.0},
+    {"step": 2, "loss": 2.0},
+    {"step": 2, "eval_loss": 2.5},
+    {"step": 3, "loss": 1.0},
+]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 4, "lo', "{"])
+@pytest.mark.parametrize(("step", "kept"), [(0, 0), (1, 1), (2, 3), (3, 4), (9, 4)])
+def test_opened_again_it_is_cut_behind_the_step_and_before_half_a_line(path, step, kept, torn):
+    write(path, *LINES)
+    with path.open("a") as file:
+        file.write(torn)
+    metrics = write(path, {"step": step + 1}, step=step)
+    expected = [*LINES[:kept], {"step": step + 1}]
+    assert metrics.history == expected
+    assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+
+
+@pytest.mark.parametrize("damage", ['{"step": 2', "[]", '{"loss": 1.0}', "\x00\x00"])
+def test_a_damaged_line_is_named(path, damage):
+    path.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 3}}\n')
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not an object with a step"):
+        write(path, step=3)
+    assert path.read_bytes() == before
+
+
+def test_two_runs_never_write_the_same_file(path):
+    with open_metrics(path, 0, writes=True, required=True) as metrics:
+        metrics.write({"step": 1})
+        with pytest.raises(ValueError, match="is being trained already, by another process"):
+            write(path)
+        assert json.loads(path.read_text()) == {"step": 1}
+    write(path, step=1)
+
+
+def test_a_process_that_does_not_write_keeps_the_history(path):
+    with open_metrics(path, 0, writes=False, required=True) as metrics:
+        metrics.write({"step": 1})
+    assert metrics.history == [{"step": 1}]
+    assert not path.exists()
+
+
+def test_a_deleted_file_is_an_error(path):
+    with open_metrics(path, 0, writes=True, required=False) as metrics:
+        metrics.write({"step": 1})
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=f"deleted: '{path}'"):
+            metrics.write({"step": 2})
+
+
+@contextmanager
+def largest_file(size: int):
+    """A disk that takes files of `size` bytes and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named(path):
+    with (
+        open_metrics(path, 0, writes=True, required=True) as metrics,
+        largest_file(15),
+        pytest.raises(OSError, match=f"File too large: '{path}'"),
+    ):
+        metrics.write({"step": 1})
+        metrics.write({"step": 2})
+
+
+def test_what_a_full_disk_refused_is_written_later_where_nothing_is_required(path):
+    with open_metrics(path, 0, writes=True, required=False) as metrics:
+        with largest_file(15):
+            metrics.write({"step": 1})
+            metrics.write({"step": 2})
+            metrics.write({"step": 3})
+            assert path.read_text() == '{"step": 1}\n{"s'
+        metrics.write({"step": 4})
+    assert path.read_text() == "".join(f'{{"step": {i}}}\n' for i in (1, 2, 3, 4))
 
 
 def curves(figure: Figure) -> dict[str, tuple[list, list]]:

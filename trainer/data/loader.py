@@ -61,6 +61,16 @@ def batch_at(
     return Batch(*(place(values) for values in rows(position + local)))
 
 
+def batch_shapes(
+    batch_size: int, microbatches: int, seq_len: int, sharding: jax.NamedSharding
+) -> Batch:
+    """What `batch_at` gives, as ShapeDtypeStructs: to compile for."""
+    shape = (microbatches, batch_size // microbatches, seq_len)
+    integers: Any = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    weights: Any = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    return Batch(integers, integers, weights, integers, integers)
+
+
 def eval_batches(
     split: Split, batch_size: int, seq_len: int, sharding: jax.NamedSharding
 ) -> Iterator[Batch]:
@@ -72,21 +82,20 @@ def eval_batches(
 
 def prefetch(
     batch: Callable[[int], Batch], position: int, stride: int, depth: int
-) -> Generator[tuple[int, Batch], None, None]:
-    """Endless (position, batch) pairs, `depth` batches prepared ahead of the one in use; 0: none.
+) -> Generator[Future[Batch], None, None]:
+    """Endless batches from `position` on, `depth` prepared ahead of the one in use; 0: none.
 
-    It owns no position: the consumer is told each batch's and keeps it, so a batch that was only
-    prepared never counts. An error of `batch` is raised where its batch was due. Closing the
-    iterator ends its thread.
+    It owns no position: state counts what was consumed, so a batch that was only prepared never
+    counts. An error of `batch` is raised where its batch is waited for. Closing the iterator ends
+    its thread after the batch it is at.
     """
-    ahead: deque[tuple[int, Future[Batch]]] = deque()
+    ahead: deque[Future[Batch]] = deque()
     pool = ThreadPoolExecutor(1, "prefetch")
     try:
         while True:
             while len(ahead) <= depth:
-                ahead.append((position, pool.submit(batch, position)))
+                ahead.append(pool.submit(batch, position))
                 position += stride
-            due, future = ahead.popleft()
-            yield due, future.result()
+            yield ahead.popleft()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.trainer.data.loader import batch_at, eval_batches, prefetch, train_rows
+from meshwright.trainer.data.loader import (
+    batch_at,
+    batch_shapes,
+    eval_batches,
+    prefetch,
+    train_rows,
+)
 from meshwright.trainer.data.order import permute
 from meshwright.trainer.data.rows import row_count, rows_at
 
@@ -98,8 +104,7 @@ def test_resume_depends_on_the_consumed_position_alone(split, depth, stop):
     for count in (stop, 5 - stop):
         batches = prefetch(batch, position, 16, depth)
         for _ in range(count):
-            position, current = next(batches)
-            seen.append((position, np.asarray(current.tokens)))
+            seen.append((position, np.asarray(next(batches).result().tokens)))
             position += 16
         batches.close()
     assert [position for position, _ in seen] == [48, 64, 80, 96, 112]
@@ -120,7 +125,7 @@ def test_prefetch_prepares_so_many_ahead(depth):
     batches = prefetch(batch, 0, 3, depth)
     assert made == []
     for step in range(4):
-        assert next(batches) == (3 * step, -3 * step)
+        assert next(batches).result() == -3 * step
         for _ in range(depth + 1 if step == 0 else 1):
             assert prepared.acquire(timeout=10)
         assert made == [3 * i for i in range(step + 1 + depth)]
@@ -128,17 +133,18 @@ def test_prefetch_prepares_so_many_ahead(depth):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_prefetch_raises_where_the_batch_was_due_and_ends_its_thread(depth):
+def test_prefetch_raises_where_the_batch_is_waited_for(depth):
     def batch(position):
         if position == 2:
             raise OSError("disk gone")
         return position
 
     batches = prefetch(batch, 0, 1, depth)
-    assert [next(batches), next(batches)] == [(0, 0), (1, 1)]
+    assert [next(batches).result(), next(batches).result()] == [0, 1]
     with pytest.raises(OSError, match="disk gone"):
-        next(batches)
-    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+        next(batches).result()
+    batches.close()
+    assert_thread_ends()
 
 
 def test_closing_prefetch_ends_its_thread():
@@ -146,7 +152,24 @@ def test_closing_prefetch_ends_its_thread():
     next(batches)
     assert [thread for thread in threading.enumerate() if "prefetch" in thread.name]
     batches.close()
-    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+    assert_thread_ends()
+
+
+def test_closing_prefetch_does_not_wait_for_data_that_does_not_come():
+    came = threading.Event()
+    batches = prefetch(lambda position: came.wait(30), 0, 1, 2)
+    future = next(batches)
+    batches.close()
+    assert not future.done()
+    came.set()
+    assert_thread_ends()
+
+
+def assert_thread_ends():
+    for thread in threading.enumerate():
+        if "prefetch" in thread.name:
+            thread.join(timeout=10)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("batch_size", [8, 16, 24, 64])
@@ -163,6 +186,16 @@ def test_evaluation_sees_every_target_once_whatever_the_batch_size(split, batch_
     np.testing.assert_array_equal(targets, np.delete(split.tokens, split.offsets[:-1]))
     assert (rows["segments"][count:] == -1).all()
     assert (rows["weights"][count:] == 0).all()
+
+
+@pytest.mark.parametrize(("microbatches", "batch_size"), [(1, 8), (2, 16)])
+def test_shapes_are_those_of_a_batch(split, microbatches, batch_size):
+    rows = train_rows(split, SEQ_LEN, 0)
+    batch = batch_at(rows, 0, batch_size, microbatches, SEQ_LEN, sharding())
+    shapes = batch_shapes(batch_size, microbatches, SEQ_LEN, sharding())
+    assert jax.tree.structure(shapes) == jax.tree.structure(batch)
+    for shape, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(batch), strict=True):
+        assert (shape.shape, shape.dtype, shape.sharding) == (leaf.shape, leaf.dtype, leaf.sharding)
 
 
 def test_batch_is_a_pytree(split):

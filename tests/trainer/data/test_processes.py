@@ -1,17 +1,11 @@
 """Two processes of four devices each: everyone reads the rows that its own devices hold."""
 
 import json
-import socket
-import subprocess
-import sys
 
-PROCESS = """
-import json, sys
-import jax, numpy as np
-port, process = sys.argv[1:]
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(process))
+from processes import run_processes
+
+READ = """
+import json
 from meshwright.sharding.config import LayoutConfig, MeshConfig
 from meshwright.sharding.layout import make_layout
 from meshwright.sharding.mesh import make_mesh
@@ -34,16 +28,9 @@ for sizes in ({"data": 4, "tensor": 2}, {"data": 2, "fsdp": 4}, {"data": 1, "ten
 
 
 def test_processes_read_the_rows_their_devices_hold():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, port, str(i)], stdout=subprocess.PIPE)
-        for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    first, second = ([json.loads(line) for line in output.splitlines()] for output in outputs)
+    ended = run_processes(READ, devices=4)
+    assert [process.returncode for process in ended] == [0, 0]
+    first, second = ([json.loads(line) for line in one.printed] for one in ended)
     halves = [[*range(32, 36), *range(40, 44)], [*range(36, 40), *range(44, 48)]]
     for (by_data, by_fsdp, _), half in zip((first, second), halves, strict=True):
         assert by_data == by_fsdp == [[half], half]

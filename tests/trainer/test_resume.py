@@ -1,0 +1,155 @@
+"""Where a run begins: every state of its folder × checkpoint.resume, and which keys may change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.trainer.config import Config, RunConfig
+from meshwright.trainer.load import load, override, to_yaml
+from meshwright.trainer.resume import begin, compare, enter, run_folder
+
+MADE_FROM = {"data.source": "stdlib", "fingerprint": "abc"}
+
+
+def config_in(path, *overrides: str) -> Config:
+    return override(Config(run=RunConfig(dir=str(path), name="run")), *overrides)
+
+
+def resuming(path, resume: str) -> Config:
+    return config_in(path, f"checkpoint.resume={resume}")
+
+
+def folder_with(path, *, config: Config | None, steps: tuple[int, ...] = ()) -> Path:
+    folder = path / "run"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    for step in steps:
+        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_where_there_is_no_folder_a_run_is_new(tmp_path, resume):
+    assert begin(tmp_path / "run", resuming(tmp_path, resume)) == (False, [])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_must_resume_does_not_start(tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint\.resume=must: .*/run does not exist"):
+        begin(tmp_path / "run", resuming(tmp_path, "must"))
+    folder = folder_with(tmp_path, config=config_in(tmp_path))
+    with pytest.raises(ValueError, match="holds no finished checkpoint"):
+        begin(folder, resuming(tmp_path, "must"))
+
+
+def test_a_run_folder_is_not_used_twice_unasked(tmp_path):
+    folder = folder_with(tmp_path, config=config_in(tmp_path), steps=(4,))
+    with pytest.raises(ValueError) as caught:
+        begin(folder, config_in(tmp_path))
+    assert str(caught.value) == (
+        f"{folder} exists already; write run.name=… for a new run, "
+        "or checkpoint.resume=auto to go on with this one"
+    )
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_run_with_a_checkpoint_goes_on(tmp_path, resume):
+    folder = folder_with(tmp_path, config=config_in(tmp_path), steps=(4, 10))
+    assert begin(folder, resuming(tmp_path, resume)) == (True, [])
+
+
+@pytest.mark.parametrize("made", ["nothing", "half a config", "config", "unfinished checkpoint"])
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, made):
+    written = config_in(tmp_path) if made in ("config", "unfinished checkpoint") else None
+    folder = folder_with(tmp_path, config=written)
+    if made == "half a config":
+        (folder / ".config.yaml.tmp").write_text("run:\n  na")
+    if made == "unfinished checkpoint":
+        (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert begin(folder, resuming(tmp_path, "auto")) == (False, [])
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    folder = folder_with(tmp_path, config=None)
+    (folder / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match=r"run is not a run folder: it holds no config\.yaml"):
+        begin(folder, resuming(tmp_path, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["mesh.tensor=4", "mesh.data=2"], ["mesh.data=1, now 2", "mesh.tensor=1, now 4"]),
+        (["mesh.dcn={data: 1}"], ["mesh.dcn.data=null, now 1"]),
+        (["layout.zero=1"], ["layout.zero=3, now 1"]),
+        (["train.steps=999"], ["train.steps=400, now 999"]),
+        (["log.every=1", "device.timeout=9"],
+         ["log.every=10, now 1", "device.timeout=300.0, now 9.0"]),
+        (["optimizer.lr=1e-4"], ["optimizer.lr=0.001, now 0.0001"]),
+        (["train.batch_size=64", "train.microbatches=2"],
+         ["train.batch_size=32, now 64", "train.microbatches=1, now 2"]),
+        (["data.prefetch=9"], ["data.prefetch=2, now 9"]),
+        (["checkpoint.every=7", "checkpoint.resume=auto", "run.dir=elsewhere"], []),
+    ],
+)  # fmt: skip
+def test_changes_that_are_listed(overrides, lines):
+    before = override(Config(), "mesh.data=1")
+    assert compare(before, override(before, *overrides)) == lines
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["model.layers=5", "model.rope_theta=5", "data.holdout=0.5", "run.seed=1", "train.seq_len=64"],
+)
+def test_changes_that_are_refused(changed):
+    before = Config()
+    with pytest.raises(ValueError) as caught:
+        compare(before, override(before, changed, "mesh.tensor=2"))
+    assert changed.partition("=")[0] in str(caught.value)
+    assert "mesh" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "run.name=…" in str(caught.value)
+
+
+def test_the_folder_is_made_with_its_config_and_what_its_documents_were(tmp_path):
+    config = config_in(tmp_path / "not" / "yet")
+    folder = run_folder(config)
+    assert folder == tmp_path / "not" / "yet" / "run"
+    enter(folder, config, MADE_FROM, resumes=False)
+    assert load(folder / "config.yaml") == config
+    assert json.loads((folder / "data.json").read_text()) == MADE_FROM
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "data.json"]
+
+
+def test_a_resumed_run_writes_its_config_and_keeps_its_documents(tmp_path):
+    enter(tmp_path / "run", config_in(tmp_path), MADE_FROM, resumes=False)
+    changed = config_in(tmp_path, "mesh.data=2")
+    enter(tmp_path / "run", changed, MADE_FROM, resumes=True)
+    assert load(tmp_path / "run" / "config.yaml") == changed
+    with pytest.raises(ValueError, match="trained on other documents or settings"):
+        enter(tmp_path / "run", config_in(tmp_path), MADE_FROM | {"fingerprint": "x"}, resumes=True)
+    assert load(tmp_path / "run" / "config.yaml") == changed
+
+
+def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(config_in("~/runs")) == tmp_path / "runs" / "run"
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    config = config_in(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"run\.dir=.*/file: Not a directory: .*/file/run$"):
+        enter(run_folder(config), config, MADE_FROM, resumes=False)
+
+    def refuse(*arguments, **keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    config = config_in("/locked")
+    with pytest.raises(ValueError, match=r"run\.dir=/locked: Permission denied: /locked/run$"):
+        enter(run_folder(config), config, MADE_FROM, resumes=False)

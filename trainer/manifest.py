@@ -1,0 +1,112 @@
+"""What stands in a checkpoint, without JAX: its manifest of leaves and config, sealed by a hash.
+
+A checkpoint is a folder STEP with Orbax's item `state`, the arrays by name, and its item
+`manifest`, this JSON. See docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .metrics import lines_until
+
+VERSION = 1
+
+
+class DamagedError(RuntimeError):
+    """A checkpoint is not what was saved; the message names the leaf or the file."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the manifest says of one leaf. digest: see
+    digest.py."""
+
+    shape: list[int]
+    dtype: str
+    digest: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """step: completed updates. config: the run's resolved config, as YAML."""
+
+    step: int
+    config: str
+    leaves: dict[str, Leaf]
+
+
+def find_checkpoints(path: Path) -> dict[int, Path]:
+    """Step -> folder of the finished checkpoints in a run folder, or of the one that `path` is.
+    Raises ValueError where there is none.
+    """
+    if (path / "manifest").is_dir() and path.name.isdecimal():
+        return {int(path.name): path}
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    found = [entry for entry in folder.glob("*") if entry.name.isdecimal() and entry.is_dir()]
+    if not found:
+        raise ValueError(f"{folder} holds no finished checkpoint")
+    return {int(entry.name): entry for entry in sorted(found, key=lambda entry: int(entry.name))}
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint's folder. Raises DamagedError where it is not what was written,
+    ValueError for another version of the format.
+    """
+    file = checkpoint / "manifest" / "metadata"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["seal"] != _seal(content["manifest"]):
+            raise ValueError
+        version = content["manifest"].pop("version")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedError(f"{file} is damaged or missing") from None
+    if version != VERSION:
+        raise ValueError(f"{file} has version {version}, this Meshwright reads {VERSION}")
+    leaves = {name: Leaf(**leaf) for name, leaf in content["manifest"].pop("leaves").items()}
+    return Manifest(**content["manifest"], leaves=leaves)
+
+
+def sealed(manifest: Manifest) -> dict[str, Any]:
+    content = {"version": VERSION} | asdict(manifest)
+    return {"manifest": content, "seal": _seal(content)}
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def list_checkpoints(path: Path) -> Iterator[str]:
+    """A line for each checkpoint of a run: step, time, bytes on disk, held-out loss."""
+    found = find_checkpoints(path)
+    losses = {}
+    metrics = next(iter(found.values())).parents[1] / "metrics.jsonl"
+    if metrics.is_file():
+        history, _ = lines_until(metrics, max(found))
+        losses = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line}
+    yield f"{'step':>8}  {'saved at':<19}  {'bytes':>15}  held-out loss"
+    for step, folder in found.items():
+        files = [file.stat() for file in folder.rglob("*") if file.is_file()]
+        saved = datetime.fromtimestamp(folder.stat().st_mtime).isoformat(" ", "seconds")
+        loss = f"{losses[step]:.4f}" if step in losses else "-"
+        yield f"{step:>8}  {saved}  {sum(file.st_size for file in files):>15,}  {loss}"
+
+
+def show_checkpoint(path: Path) -> Iterator[str]:
+    """The config and the leaves of the newest checkpoint that `path` holds, or is."""
+    step, folder = max(find_checkpoints(path).items())
+    manifest = read_manifest(folder)
+    yield f"{folder}: after {step} updates"
+    yield manifest.config
+    width = max(map(len, manifest.leaves))
+    for name, leaf in manifest.leaves.items():
+        yield f"{name:<{width}}  {leaf.dtype:<8}  {leaf.digest:08x}  {leaf.shape}"
+    elements = sum(math.prod(leaf.shape) for leaf in manifest.leaves.values())
+    yield f"{len(manifest.leaves)} leaves, {elements:,} elements"

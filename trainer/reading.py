@@ -1,0 +1,54 @@
+"""A finished run, opened to evaluate it or to generate from it: on the mesh of its config, or on
+another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..models.transformer import Transformer
+from ..sharding.layout import Layout
+from .checkpoint import restore
+from .config import Config
+from .data.store import Store, open_data
+from .device import prepare_devices
+from .load import load
+from .state import lay_out, sharded_shapes
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """config: the run's with the overrides. store: of its documents, and of its tokenizer."""
+
+    config: Config
+    layout: Layout
+    store: Store
+    params: Transformer
+
+
+def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
+    """Open a run's newest checkpoint on the mesh of its config, or of the overrides.
+
+    Raises ValueError for another model, and where the documents are not those of the run: another
+    held-out set, or another tokenizer. An override of `data` says that this is meant.
+    """
+    run = Path(run)
+    # micro-batches are training's: what is evaluated is one piece
+    config = load(run / "config.yaml", "train.microbatches=1", *overrides)
+    if config.model != load(run / "config.yaml").model:
+        raise ValueError(f"model: {run} holds the parameters of its own; leave model.… out")
+    prepare_devices(config.device)
+    layout = lay_out(config)
+    store = open_data(config)
+    of_run = json.loads((run / "data.json").read_text(encoding="utf-8"))
+    meant = any(word.startswith("data.") for word in overrides)
+    if store.description.made_from != of_run and not meant:
+        raise ValueError(
+            f"{store.path} was made from other documents or settings than {run}, see its "
+            f"data.json; to read them all the same write data.source={config.data.source}"
+        )
+    _, restored = restore(run, {"params": sharded_shapes(config, layout).params})
+    return OpenRun(config, layout, store, restored["params"])

@@ -1,0 +1,36 @@
+"""How a text is continued: the settings of `generate`. No JAX here: mistakes answer at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """tokens: to add at most; end-of-text ends a row earlier. temperature: divides the logits; 0:
+    always the likeliest token. top_k: only the k likeliest tokens; top_p: of those only as many as
+    together reach this probability (nucleus sampling, arXiv 1904.09751); None: all.
+
+    Raises ValueError naming the setting.
+    """
+
+    tokens: int = 64
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens}: write at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}: write 0 for the likeliest token, or more"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: write at least 1, or leave it out")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: write more than 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: write a number from 0 to {2**32 - 1}")

@@ -251,6 +251,9 @@ def _restore(checkpoint: Path, target: Any) -> Any:
     )
     try:
         restored, failure = _read(checkpoint, arguments), None
+        for name in names:  # what Orbax's own metadata do not name it leaves as it was
+            if not isinstance(restored[name], jax.Array):
+                raise ValueError(f"{name} is missing")
     except Exception as error:  # whatever a damaged file makes of Orbax, tensorstore and JSON
         restored, failure = {}, error
     if any_process(failure is not None):
@@ -306,7 +309,9 @@ def find_damage(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
             partial_restore=True,
         )
         try:
-            leaf = np.asarray(_read(checkpoint, arguments)[name])
+            leaf = _read(checkpoint, arguments)[name]
+            if not isinstance(leaf, np.ndarray | np.generic):
+                raise ValueError("missing")
         except Exception as error:  # as in `_restore`
             damage[name] = f"cannot be read: {_reason(error)}"
             continue

@@ -152,7 +152,9 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 
 def _config_of_run(options: argparse.Namespace) -> Config:
-    written = Path(options.run, "config.yaml")
+    from .manifest import run_of
+
+    written = run_of(Path(options.run)) / "config.yaml"
     if not written.is_file():
         raise ConfigError(f"{written} does not exist; RUN is a folder that meshwright train wrote")
     return load(written, *options.overrides)
@@ -187,7 +189,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ) -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("_")
         added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        meaning = {"config": "a preset or a YAML file", "run": "a run folder"}[operand]
+        meaning = {
+            "config": "a preset or a YAML file",
+            "run": "a run folder, or one checkpoint in it",
+        }[operand]
         added.add_argument(operand, metavar=operand.upper(), nargs=nargs, help=meaning)
         example = "what to change, as in mesh.tensor=4 train.steps=50"
         added.add_argument("overrides", metavar="key=value", nargs="*", help=example)

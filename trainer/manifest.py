@@ -56,6 +56,11 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
     return {int(entry.name): entry for entry in sorted(found, key=lambda entry: int(entry.name))}
 
 
+def run_of(path: Path) -> Path:
+    """The run folder that a checkpoint's folder lies in, or `path` itself."""
+    return path.parents[1] if path.parent.name == "checkpoints" else path
+
+
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint's folder. Raises DamagedError where it is not what was written,
     ValueError for another version of the format.
@@ -87,7 +92,7 @@ def list_checkpoints(path: Path) -> Iterator[str]:
     """A line for each checkpoint of a run: step, time, bytes on disk, held-out loss."""
     found = find_checkpoints(path)
     losses = {}
-    metrics = next(iter(found.values())).parents[1] / "metrics.jsonl"
+    metrics = run_of(next(iter(found.values()))) / "metrics.jsonl"
     if metrics.is_file():
         history, _ = lines_until(metrics, max(found))
         losses = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line}

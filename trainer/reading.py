@@ -16,6 +16,7 @@ from .config import Config
 from .data.store import Store, open_data
 from .device import prepare_devices
 from .load import load
+from .manifest import run_of
 from .state import lay_out, sharded_shapes
 
 
@@ -30,12 +31,14 @@ class OpenRun:
 
 
 def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
-    """Open a run's newest checkpoint on the mesh of its config, or of the overrides.
+    """Open a run's newest checkpoint, or the one that `run` is, on the mesh of its config, or of the
+    overrides.
 
     Raises ValueError for another model, and where the documents are not those of the run: another
     held-out set, or another tokenizer. An override of `data` says that this is meant.
     """
-    run = Path(run)
+    path = Path(run)
+    run = run_of(path)
     # micro-batches are training's: what is evaluated is one piece
     config = load(run / "config.yaml", "train.microbatches=1", *overrides)
     if config.model != load(run / "config.yaml").model:
@@ -50,5 +53,5 @@ def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
             f"{store.path} was made from other documents or settings than {run}, see its "
             f"data.json; to read them all the same write data.source={config.data.source}"
         )
-    _, restored = restore(run, {"params": sharded_shapes(config, layout).params})
+    _, restored = restore(path, {"params": sharded_shapes(config, layout).params})
     return OpenRun(config, layout, store, restored["params"])

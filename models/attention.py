@@ -67,12 +67,21 @@ def attend(
 ) -> tuple[jax.Array, Any]:
     """x[B, S_{context,tensor}, D] -> the same, and what the kernel keeps."""
     biases = (p.q_bias, p.k_bias, p.v_bias)
-    q, k, v = linear(x, (p.q, p.k, p.v), layout, biases=biases, enter="tensor")
+    q, k, v = linear(
+        x,
+        (p.q, p.k, p.v),
+        layout,
+        biases=biases,
+        enter="tensor",
+        input_name="attention.norm",
+        name="attention.qkv",
+    )
     if p.q_norm is not None and p.k_norm is not None:
         q = rms_norm(q, p.q_norm[...], config.norm_eps)
         k = rms_norm(k, p.k_norm[...], config.norm_eps)
     o, kept = kernel(rotate(q, rotation), rotate(k, rotation), v)
-    return linear(o, p.o, layout, biases=(p.o_bias,), leave="tensor"), kept
+    out = linear(o, p.o, layout, biases=(p.o_bias,), leave="tensor", name="attention.out")
+    return out, kept
 
 
 def causal_mask(config: ModelConfig) -> Mask:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 LARGEST_BLOCK = 256
 HIDDEN = -1e30
@@ -124,6 +125,9 @@ def _attention_forward(q, k, v, where, mask):
         return None, ((o / total).astype(q.dtype), top + jnp.log(total))
 
     _, (o, logsumexp) = lax.scan(one_query_block, None, (q, where, _visible_pairs(where, mask)))
+    # named where the VJP takes them, so that a policy may save them and skip this whole pass
+    o = checkpoint_name(o, "attention.context")
+    logsumexp = checkpoint_name(logsumexp, "attention.logsumexp")
     return o, (q, k, v, where, o, logsumexp)
 
 

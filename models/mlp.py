@@ -29,5 +29,20 @@ class Mlp(nnx.Module):
 
 def swiglu(p: Mlp, x: jax.Array, layout: Layout) -> jax.Array:
     """x[B, S_{context,tensor}, D] -> the same."""
-    gate, up = linear(x, (p.gate, p.up), layout, biases=(p.gate_bias, p.up_bias), enter="tensor")
-    return linear(jax.nn.silu(gate) * up, p.down, layout, biases=(p.down_bias,), leave="tensor")
+    gate, up = linear(
+        x,
+        (p.gate, p.up),
+        layout,
+        biases=(p.gate_bias, p.up_bias),
+        enter="tensor",
+        input_name="mlp.norm",
+        name="mlp.gate_up",
+    )
+    return linear(
+        jax.nn.silu(gate) * up,
+        p.down,
+        layout,
+        biases=(p.down_bias,),
+        leave="tensor",
+        input_name="mlp.hidden",
+    )

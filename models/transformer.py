@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ..sharding.layout import Layout
 from ..sharding.linear import lookup
@@ -22,8 +22,10 @@ from .attention import Attention, Kernel, attend, causal_mask
 from .attention_kernel import attention
 from .batch import Batch
 from .config import ModelConfig
+from .dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop
 from .mlp import Mlp, swiglu
 from .norms import rms_norm
+from .remat import Remat, scan_layers
 from .rope import rotations
 from .vocab import Loss, cross_entropy_share
 
@@ -47,31 +49,38 @@ class Transformer(nnx.Module):
         self.unembed = None if config.tie_embeddings else init.embedding(key, config, "unembed")
 
 
-def embed(params: Transformer, batch: Batch, layout: Layout, dtype: Any) -> jax.Array:
+def embed(
+    params: Transformer, batch: Batch, layout: Layout, dtype: Any, dropout: Dropout | None = None
+) -> jax.Array:
     """Token ids [B, S_context] -> x[B, S_{context,tensor}, D]."""
     with jax.named_scope("embed"):
-        return lookup(batch.tokens, params.embed, layout, dtype)
+        x = lookup(batch.tokens, params.embed, layout, dtype)
+        return drop(x, dropout, 0, EMBEDDING, layout)
 
 
 def blocks(
-    params: Transformer, x: jax.Array, batch: Batch, layout: Layout, config: ModelConfig, remat: str
+    params: Transformer,
+    x: jax.Array,
+    batch: Batch,
+    layout: Layout,
+    config: ModelConfig,
+    remat: Remat,
+    dropout: Dropout | None = None,
 ) -> jax.Array:
-    """All layers in one scan; with remat "full" a block's inside is recomputed in the backward
-    pass.
-    """
+    """All layers, scanned."""
     rotation = rotations(batch.positions, config.size_per_head, config.rope_theta)
     mask = causal_mask(config)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         return attention(q, k, v, batch.positions, batch.segments, mask), None
 
-    def body(x: jax.Array, p: Block) -> tuple[jax.Array, None]:
-        return block(p, x, kernel, rotation, layout, config)
+    def layer(x: jax.Array, numbered: tuple[Any, Block]) -> jax.Array:
+        number, p = numbered
+        x = checkpoint_name(x, "block.input")
+        return block(p, x, kernel, rotation, layout, config, dropout, number)[0]
 
-    # inside a scan nothing can be merged across the recomputation, so no barrier is needed to
-    # prevent it
-    body = jax.checkpoint(body, prevent_cse=False) if remat == "full" else body
-    return lax.scan(body, x, params.blocks)[0]
+    numbers = None if dropout is None else jnp.arange(config.layers)
+    return scan_layers(layer, x, (numbers, params.blocks), remat)
 
 
 def block(
@@ -81,14 +90,19 @@ def block(
     rotation: tuple[jax.Array, jax.Array],
     layout: Layout,
     config: ModelConfig,
+    dropout: Dropout | None = None,
+    number: jax.Array | int = 0,
 ) -> tuple[jax.Array, Any]:
-    """One layer, training's and decoding's: x after it, and what the attention kernel keeps."""
+    """One layer, training's and decoding's: x after it, and what the attention kernel keeps.
+    number: of the layer, to drop by.
+    """
     with jax.named_scope("attention"):
         a = rms_norm(x, p.norm1[...], config.norm_eps)
         a, kept = attend(p.attention, a, kernel, rotation, layout, config)
-        x = x + a
+        x = x + drop(a, dropout, number, ATTENTION, layout)
     with jax.named_scope("mlp"):
-        x = x + swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
+        h = swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
+        x = x + drop(h, dropout, number, MLP, layout)
     return x, kept
 
 

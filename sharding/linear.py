@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from .collectives import all_gather, all_reduce, axis_index, reduce_scatter
 from .layout import Layout
@@ -49,6 +50,8 @@ def linear(
     biases: Sequence[nnx.Param | None] = (),
     enter: str | None = None,
     leave: str | None = None,
+    input_name: str | None = None,
+    name: str | None = None,
 ) -> Any:
     """x [B, S, *K] times each of `weights` [*K, *N] -> [B, S, *N]: one array, or as many as
     weights.
@@ -62,9 +65,11 @@ def linear(
     once more for the weight's gradient. With `layout.sequence_parallel` off S is not cut over
     tensor: nothing moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered
     in x's dtype, forward and backward, and its gradient reduce-scattered in f32. A bias is added
-    after the exit, hence once.
+    after the exit, hence once. `input_name` is what a recomputation policy calls x, the residual of
+    the products, `name` what it calls each y.
     """
     several = not isinstance(weights, nnx.Param)
+    x = _named(x, input_name)
     params = tuple(weights) if several else (weights,)
     plan = _Plan(layout, tuple(param.axes for param in params), enter, leave)
     ys: Any = _linear(x, tuple(param[...] for param in params), plan)
@@ -73,7 +78,12 @@ def linear(
             y if bias is None else _add_bias(y, bias, layout)
             for y, bias in zip(ys, biases, strict=True)
         )
+    ys = tuple(_named(y, name) for y in ys)
     return ys if several else ys[0]
+
+
+def _named(x: jax.Array, name: str | None) -> jax.Array:
+    return x if name is None else checkpoint_name(x, name)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -115,6 +115,16 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if verify(config, options.layouts) else 1
 
 
+def _plan(options: argparse.Namespace) -> int:
+    config = load(options.config, *options.overrides)
+    if not options.memory:
+        raise ConfigError("plan has one table so far; write meshwright plan CONFIG --memory")
+    from .plan import on_simulated_devices, plan_memory
+
+    print(plan_memory(_start(on_simulated_devices(config))))
+    return 0
+
+
 def _config(options: argparse.Namespace) -> int:
     if options.schema:
         print(json.dumps(schema(), indent=2))
@@ -228,10 +238,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     checkpoint.add_argument("action", choices=("ls", "show", "verify"))
     checkpoint.add_argument("path", metavar="PATH", help="a run folder, or one checkpoint in it")
-    checkpoint.set_defaults(command=_checkpoint, overrides=[])
+    checkpoint.set_defaults(command=_checkpoint, overrides=None)
     verify = command(_verify, "compare loss and gradients of every layout with one device")
     verify.add_argument(
         "--layouts", metavar="FILE", help="one layout a line, as key=value overrides of one device"
+    )
+    plan = command(_plan, "what a config would cost on its mesh, on simulated devices")
+    plan.add_argument(
+        "--memory", action="store_true", help="what each policy of recomputation saves and costs"
     )
     config = command(_config, "print the resolved config with each field's meaning", nargs="?")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
@@ -241,7 +255,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # argparse takes positionals in one run; overrides may also follow an option
     if unknown := [word for word in rest if word.startswith("-")]:
         parser.error(f"no such option: {' '.join(unknown)}")
-    options.overrides += rest
+    if rest and options.overrides is None:
+        parser.error(f"no such argument: {' '.join(rest)}")
+    options.overrides = (options.overrides or []) + rest
     return options
 
 

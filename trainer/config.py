@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -55,6 +55,15 @@ class TrainConfig:
     label_smoothing: Annotated[
         float, Field(ge=0, lt=1, description="probability mass spread over the whole vocabulary")
     ] = 0.0
+    dropout: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="probability that a channel of the embedding or of a sublayer's output is "
+            "zero",
+        ),
+    ] = 0.0
 
     def __post_init__(self) -> None:
         if self.batch_size % self.microbatches:
@@ -62,6 +71,10 @@ class TrainConfig:
                 f"train.batch_size={self.batch_size} is not a multiple of "
                 f"train.microbatches={self.microbatches}"
             )
+
+    @property
+    def tokens_per_update(self) -> int:
+        return self.batch_size * self.seq_len
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -75,52 +88,223 @@ class PrecisionConfig:
     ] = "f32"
 
 
+Saved = Literal[
+    "block.input",
+    "attention.norm",
+    "attention.qkv",
+    "attention.context",
+    "attention.logsumexp",
+    "attention.out",
+    "mlp.norm",
+    "mlp.gate_up",
+    "mlp.hidden",
+]
+"""Tensors of a block that its backward pass may want; docs/recomputation.md says what they are."""
+
+CORE = ("attention.context", "attention.logsumexp")
+"""Those that only the attention kernel computes."""
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RematConfig:
     policy: Annotated[
-        Literal["none", "full"],
-        Field(description="none keeps activations; full recomputes each block"),
+        Literal["none", "full", "selective", "offload"],
+        Field(
+            description="none keeps activations; full recomputes each block; selective saves "
+            "remat.names; offload saves them in the host's memory"
+        ),
     ] = "none"
+    names: Annotated[
+        list[Saved] | None,
+        Field(
+            description="tensors of a block that selective and offload save; null: selective all "
+            "but attention.context and attention.logsumexp, offload all"
+        ),
+    ] = None
+    every: Annotated[int, Field(gt=0, description="only each n-th block is recomputed")] = 1
+
+    def __post_init__(self) -> None:
+        if self.names is not None and self.policy in ("none", "full"):
+            raise ValueError(
+                f"remat.names=[{', '.join(self.names)}] is not read by remat.policy={self.policy}; "
+                f"write remat.policy=selective or remat.policy=offload, or remat.names=null"
+            )
+        if self.every > 1 and self.policy == "none":
+            raise ValueError(
+                f"remat.every={self.every}: remat.policy=none recomputes no block; "
+                f"write remat.policy=full or remat.every=1"
+            )
+
+    @property
+    def saved(self) -> tuple[str, ...] | None:
+        """Names that a recomputed block saves; None: no block is recomputed."""
+        if self.names is not None:
+            return tuple(self.names)
+        every = get_args(Saved)
+        outside = tuple(name for name in every if name not in CORE)
+        return {"none": None, "full": (), "selective": outside, "offload": every}[self.policy]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GroupConfig:
+    lr: Annotated[
+        float,
+        Field(ge=0, description="factor on optimizer.lr; 0 keeps these parameters as they are"),
+    ] = 1.0
+    weight_decay: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="null: for embedding and matrix optimizer.weight_decay, for others 0",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GroupsConfig:
+    embedding: Annotated[GroupConfig, Field(description="tables of the vocabulary")] = field(
+        default_factory=GroupConfig
+    )
+    matrix: Annotated[GroupConfig, Field(description="matrices of the blocks")] = field(
+        default_factory=GroupConfig
+    )
+    norm: Annotated[GroupConfig, Field(description="scales of norms")] = field(
+        default_factory=GroupConfig
+    )
+    bias: Annotated[GroupConfig, Field(description="biases")] = field(default_factory=GroupConfig)
+
+
+BF16_STEP = 2**-8
+"""Relative change that bf16 may round away: it has 8 significant bits."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    name: Annotated[Literal["adamw", "sgd"], Field(description="update rule")] = "adamw"
+    name: Annotated[
+        Literal["adamw", "lion", "adafactor", "sgd", "muon", "lamb"],
+        Field(description="update rule"),
+    ] = "adamw"
     lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 1e-3
     schedule: Annotated[
-        Literal["cosine", "linear", "wsd", "constant"],
+        Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"],
         Field(description="shape of the rate after warm-up"),
     ] = "cosine"
     warmup: Annotated[int, Field(ge=0, description="updates of linear warm-up")] = 0
+    warmup_tokens: Annotated[
+        int | None,
+        Field(
+            gt=0, description="tokens of linear warm-up, padding included; null: optimizer.warmup"
+        ),
+    ] = None
     cooldown: Annotated[
         int | None,
         Field(gt=0, description="updates of the final decay of wsd; null: a fifth of train.steps"),
     ] = None
     final_ratio: Annotated[
-        float, Field(ge=0, le=1, description="last learning rate as a share of the peak")
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="cosine, linear, wsd: last learning rate as a share of the peak",
+        ),
     ] = 0.1
     weight_decay: Annotated[
         float, Field(ge=0, description="decoupled decay per unit of learning rate")
     ] = 0.1
-    decay: Annotated[
-        list[Literal["embedding", "matrix", "norm", "bias"]],
-        Field(description="roles of the parameters that decay"),
-    ] = field(default_factory=lambda: ["embedding", "matrix"])
-    b1: Annotated[float, Field(ge=0, lt=1, description="adamw: decay of the first moment")] = 0.9
-    b2: Annotated[float, Field(ge=0, lt=1, description="adamw: decay of the second moment")] = 0.95
+    groups: Annotated[
+        GroupsConfig, Field(description="what differs by the role of a parameter")
+    ] = field(default_factory=GroupsConfig)
+    b1: Annotated[
+        float, Field(ge=0, lt=1, description="adamw, lamb, lion: decay of the first moment")
+    ] = 0.9
+    b2: Annotated[
+        float,
+        Field(
+            ge=0, lt=1, description="adamw, lamb: decay of the second moment; lion: see its paper"
+        ),
+    ] = 0.95
     eps: Annotated[
-        float, Field(gt=0, description="adamw: added to the root of the second moment")
+        float, Field(gt=0, description="adamw, lamb: added to the root of the second moment")
     ] = 1e-8
     momentum: Annotated[
-        float, Field(ge=0, lt=1, description="sgd: heavy-ball momentum; 0: none")
-    ] = 0.0
+        float | None,
+        Field(ge=0, lt=1, description="of sgd, heavy ball; null: 0, none. Of muon; null: 0.95"),
+    ] = None
+    nesterov: Annotated[
+        bool, Field(description="sgd, adamw, lamb: Nesterov's momentum; muon always has it")
+    ] = False
+    factor_from: Annotated[
+        int,
+        Field(
+            gt=0,
+            description="adafactor: shorter side from which on a matrix's second moment is kept "
+            "as row and column means",
+        ),
+    ] = 128
+    moments: Annotated[
+        Literal["f32", "bf16"], Field(description="dtype that moments are kept in between updates")
+    ] = "f32"
+    ema: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            lt=1,
+            description="decay of the average of parameters, f32, that is evaluated and generates; "
+            "null: no average",
+        ),
+    ] = None
     clip: Annotated[
         float | None, Field(gt=0, description="largest global gradient norm; null: no clipping")
     ] = 1.0
 
+    def __post_init__(self) -> None:
+        if self.warmup and self.warmup_tokens is not None:
+            raise ValueError(
+                f"optimizer.warmup={self.warmup} and optimizer.warmup_tokens={self.warmup_tokens} "
+                f"say the same thing; write one of them"
+            )
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError(
+                f"optimizer.nesterov=true needs momentum, but optimizer.momentum="
+                f"{'null' if self.momentum is None else self.momentum}; "
+                f"write optimizer.momentum=0.9"
+            )
+        if self.moments == "bf16":
+            self._check_bf16()
+
+    def _check_bf16(self) -> None:
+        """A mean in bf16 sticks where its decay per update is less than what bf16 resolves."""
+        if self.name == "adafactor":
+            raise ValueError(
+                "optimizer.moments=bf16 cannot hold the second moment of optimizer.name=adafactor, "
+                "a mean over more and more updates; write optimizer.moments=f32"
+            )
+        read = {"sgd": ["momentum"], "muon": ["momentum", "b1", "b2"]}.get(self.name, ["b1", "b2"])
+        for key in read:
+            decay = getattr(self, key)
+            if decay is not None and 1 - decay < BF16_STEP:
+                raise ValueError(
+                    f"optimizer.moments=bf16 cannot hold a mean with optimizer.{key}={decay}: bf16 "
+                    f"rounds changes below {BF16_STEP} away; write optimizer.{key}=0.99 or "
+                    f"optimizer.moments=f32"
+                )
+
+    def warmup_updates(self, tokens_per_update: int) -> int:
+        """Updates of warm-up, the last one begun by optimizer.warmup_tokens counted whole."""
+        if self.warmup_tokens is None:
+            return self.warmup
+        return math.ceil(self.warmup_tokens / tokens_per_update)
+
     def cooldown_updates(self, steps: int) -> int:
         """Updates of wsd's final decay in a run of `steps`."""
         return self.cooldown or max(steps // 5, 1)
+
+    def decay_of(self, role: str) -> float:
+        """Weight decay of the parameters with this role."""
+        own = getattr(self.groups, role).weight_decay
+        if own is not None:
+            return own
+        return self.weight_decay if role in ("embedding", "matrix") else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -337,10 +521,19 @@ class Config:
                 source = " · ".join(f"{key}={count}" for key, count in stated.items())
                 raise ValueError(f"{error} ({source})") from None
             resolve(self.layout, sizes, self.dims())
-        cooldown = optimizer.cooldown_updates(train.steps)
-        if optimizer.schedule == "wsd" and optimizer.warmup + cooldown > train.steps:
+        warmup = optimizer.warmup_updates(train.tokens_per_update)
+        if self.model.layers % self.remat.every:
             raise ValueError(
-                f"optimizer.warmup={optimizer.warmup} and optimizer.cooldown={cooldown} "
+                f"model.layers={self.model.layers} is not a multiple of "
+                f"remat.every={self.remat.every}"
+            )
+        cooldown = optimizer.cooldown_updates(train.steps)
+        if optimizer.schedule == "wsd" and warmup + cooldown > train.steps:
+            written = f"optimizer.warmup={warmup}"
+            if optimizer.warmup_tokens is not None:
+                written = f"optimizer.warmup_tokens={optimizer.warmup_tokens}, {warmup} updates,"
+            raise ValueError(
+                f"{written} and optimizer.cooldown={cooldown} "
                 f"are together longer than train.steps={train.steps}"
             )
         if data.source != "store" and self.model.vocab_size < SMALLEST_VOCABULARY:

@@ -1,62 +1,140 @@
-"""Optimizers from optax by name, the learning-rate schedule, and which parameters decay.
+"""Optimizers from optax by name, as a chain: the rule, weight decay, the learning rate, and the
+average of parameters if there is one.
 
-The rate is a function of completed updates, `State.step`; optax chains here never hold one of their
-own. Decay goes by the role a parameter was declared with, never by its number of dims: stacking
-layers changes those.
+The rate is handed to each update (`lr=`); the chain has no schedule of its own. What differs
+between parameters goes by the role they were declared with, never by their number of dims: stacking
+layers changes those. All state but counters is `nnx.Param`s with the logical axes of its dims, so
+that it is cut over the mesh like the parameters (`state_specs`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
-from ..sharding.layout import map_params
+from ..sharding.layout import is_param, map_params
 from .config import OptimizerConfig
+from .matrices import by_layer, muon, scale_by_factored_rms
+
+ROLES = ("embedding", "matrix", "norm", "bias")
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipped gradients -> update per unit of learning rate, before the sign: p -= lr·update.
-    Moments are f32.
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """`update(grads, state, params, lr=rate)`: clipped gradients -> what to add to the parameters.
 
-    adamw: decoupled weight decay (arXiv 1711.05101). sgd: heavy-ball momentum.
+    adamw: 1711.05101. lion: 2302.06675. adafactor: 1804.04235, without momentum, its step relative
+    to the parameter's root mean square. sgd: heavy ball, or Nesterov's. muon: see `muon`. lamb:
+    1904.00962, with the ratio of norms where weights are, not for norms and biases. Adafactor and
+    LAMB measure each layer by itself.
     """
-    if config.name == "adamw":
-        rule = optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=jnp.float32)
-    else:
-        rule = optax.trace(decay=config.momentum) if config.momentum else optax.identity()
-    return optax.chain(
-        rule, optax.add_decayed_weights(config.weight_decay, mask=lambda p: decayed(p, config))
+    links = [_kept_as(_rule(config), config.moments), _decay(config)]
+    if config.name == "lamb":
+        links.append(by_layer(optax.scale_by_trust_ratio(), ("embedding", "matrix")))
+    links.append(_rate(config))
+    if config.ema is not None:
+        links.append(_average(config.ema))
+    return optax.chain(*links)
+
+
+def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Gradients -> update per unit of learning rate, before decay and sign."""
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=config.nesterov)
+    match config.name:
+        case "adamw" | "lamb":
+            return adam
+        case "lion":
+            return optax.scale_by_lion(config.b1, config.b2)
+        case "adafactor":
+            return optax.chain(
+                scale_by_factored_rms(config.factor_from),
+                by_layer(optax.clip_by_block_rms(1.0), ROLES),
+                by_layer(optax.scale_by_param_block_rms(), ROLES),
+            )
+        case "sgd":
+            momentum = config.momentum
+            return optax.trace(momentum, config.nesterov) if momentum else optax.identity()
+        case "muon":
+            return muon(0.95 if config.momentum is None else config.momentum, adam)
+
+
+def _kept_as(rule: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+    """`rule`, computing in f32, with its moments in `dtype` from one update to the next."""
+    if dtype == "f32":
+        return rule
+
+    def cast(state: Any, dtype: Any) -> Any:
+        def one(node: Any) -> Any:  # a Param is empty where the rule is not the parameter's
+            return jax.tree.map(lambda leaf: leaf.astype(dtype), node) if is_param(node) else node
+
+        return jax.tree.map(one, state, is_leaf=is_param)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = rule.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, jnp.bfloat16)
+
+    return optax.GradientTransformation(
+        lambda params: cast(rule.init(params), jnp.bfloat16), update
+    )
+
+
+def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Decoupled weight decay by role."""
+    return optax.stateless(
+        lambda updates, params: map_params(
+            lambda param, update: update + config.decay_of(param.role) * param.get_value(),
+            params,
+            updates,
+        )
     )
 
 
 def decayed(params: Any, config: OptimizerConfig) -> Any:
     """True for each parameter that decays, in the structure of params."""
-    return map_params(lambda param: param.role in config.decay, params)
+    return map_params(lambda param: config.decay_of(param.role) > 0, params)
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Completed updates -> rate of the next one.
+def rate_factors(params: Any, config: OptimizerConfig) -> Any:
+    """Each parameter's factor on the learning rate, in the structure of params."""
+    return map_params(lambda param: getattr(config.groups, param.role).lr, params)
 
-    Linear warm-up: update i of `warmup` (from 1) runs at lr·i/warmup. Then constant; or cosine or
-    linear to lr·final_ratio at `steps`; or wsd (2404.06395): constant, and linear over the last
-    `cooldown` updates.
+
+def _rate(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Updates times minus the learning rate of their group."""
+
+    def update(updates: Any, state: Any, params: Any = None, **given: Any):
+        factors = rate_factors(updates, config)
+        return jax.tree.map(lambda factor, u: -(given["lr"] * factor) * u, factors, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Average:
+    """params: the average of the parameters after each of `count` updates."""
+
+    params: Any
+    count: jax.Array | None = None
+
+
+def _average(decay: float) -> optax.GradientTransformation:
+    """Average the parameters that the chain's finished updates lead to: their plain mean over the
+    first 1/(1-decay) updates, exponential from then on. So no share of it is ever initialisation.
     """
-    peak, last = config.lr, config.lr * config.final_ratio
-    rest = max(steps - config.warmup, 1)
-    match config.schedule:
-        case "constant":
-            parts, boundaries = [optax.constant_schedule(peak)], []
-        case "cosine":
-            parts, boundaries = [optax.cosine_decay_schedule(peak, rest, config.final_ratio)], []
-        case "linear":
-            parts, boundaries = [optax.linear_schedule(peak, last, rest)], []
-        case "wsd":
-            cooldown = config.cooldown_updates(steps)
-            parts = [optax.constant_schedule(peak), optax.linear_schedule(peak, last, cooldown)]
-            boundaries = [steps - cooldown]
-    if config.warmup:
-        parts.insert(0, optax.linear_schedule(peak / config.warmup, peak, config.warmup - 1))
-        boundaries.insert(0, config.warmup)
-    return optax.join_schedules(parts, boundaries)
+
+    def init(params: Any) -> Any:
+        return Average(params, jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        count = state.count + 1
+        share = jnp.maximum(1 - decay, 1 / count)
+        average = jax.tree.map(
+            lambda mean, p, u: mean + share * (p + u - mean), state.params, params, updates
+        )
+        return updates, Average(average, count)
+
+    return optax.GradientTransformation(init, update)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from ..models.transformer import Transformer
 from ..sharding.layout import Layout
 from .checkpoint import restore
@@ -17,12 +19,14 @@ from .data.store import Store, open_data
 from .device import prepare_devices
 from .load import load
 from .manifest import run_of
-from .state import lay_out, sharded_shapes
+from .state import eval_part, lay_out, sharded_shapes
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """config: the run's with the overrides. store: of its documents, and of its tokenizer."""
+    """config: the run's with the overrides. store: of its documents, and of its tokenizer. params:
+    their average where the run keeps one (optimizer.ema).
+    """
 
     config: Config
     layout: Layout
@@ -31,8 +35,8 @@ class OpenRun:
 
 
 def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
-    """Open a run's newest checkpoint, or the one that `run` is, on the mesh of its config, or of the
-    overrides.
+    """Open a run's newest checkpoint, or the one that `run` is, on the mesh of its config, or of
+    the overrides.
 
     Raises ValueError for another model, and where the documents are not those of the run: another
     held-out set, or another tokenizer. An override of `data` says that this is meant.
@@ -53,5 +57,6 @@ def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
             f"{store.path} was made from other documents or settings than {run}, see its "
             f"data.json; to read them all the same write data.source={config.data.source}"
         )
-    _, restored = restore(path, {"params": sharded_shapes(config, layout).params})
-    return OpenRun(config, layout, store, restored["params"])
+    _, restored = restore(path, eval_part(sharded_shapes(config, layout)))
+    (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
+    return OpenRun(config, layout, store, params)

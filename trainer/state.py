@@ -10,19 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ..models.transformer import Transformer
-from ..sharding.layout import Layout, make_layout, specs
+from ..sharding.layout import Layout, is_param, make_layout, specs
 from ..sharding.mesh import make_mesh
 from .config import Config
-from .optimizer import make_optimizer
+from .optimizer import Average, make_optimizer
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
     """step: completed updates, int32. position: rows consumed from the epoch stream, int32.
-    params: f32 masters. opt: the optimizer's moments.
+    params: f32 masters. opt: the optimizer's moments, and its average of the parameters if there
+    is one.
     """
 
     step: jax.Array
@@ -83,17 +85,57 @@ def _first_state(config: Config) -> State:
 
 
 def state_specs(state: State, layout: Layout) -> State:
-    """Optimizer moments follow their parameter's logical axes; counters are replicated."""
+    """What the optimizer keeps follows its own logical axes, those of its parameter or, of means
+    over some dims, the rest of them; counters are replicated.
+    """
     return State(
         step=specs(state.step, layout.state_spec),
         position=specs(state.position, layout.state_spec),
         params=specs(state.params, layout.param_spec),
-        opt=specs(state.opt, layout.state_spec),
+        opt=jax.tree.map(lambda node: _opt_spec(node, layout), state.opt, is_leaf=is_param),
     )
+
+
+def _opt_spec(node: Any, layout: Layout) -> Any:
+    if not is_param(node):
+        return P()
+    # the Param is empty where a rule for other parameters keeps its state
+    return jax.tree.map(lambda leaf: layout.state_spec(node.axes, leaf.ndim - len(node.axes)), node)
 
 
 def state_shardings(state: State, layout: Layout) -> State:
     return jax.tree.map(layout.sharding, state_specs(state, layout))
+
+
+def eval_params(state: State) -> Transformer:
+    """Parameters to evaluate and to generate with, laid out like state.params: the optimizer's
+    average of them, or themselves where it keeps none.
+    """
+    average = state.opt[-1]
+    if not isinstance(average, Average):
+        return state.params
+    return jax.device_put(average.params, jax.tree.map(lambda p: p.sharding, state.params))
+
+
+def eval_part(state: State) -> dict[str, Any]:
+    """The part of a state that `eval_params` takes, to be restored alone with the shardings of
+    state.params.
+    """
+    if not isinstance(state.opt[-1], Average):
+        return {"params": state.params}
+    return {"opt": (*[None] * len(state.opt[:-1]), Average(params=state.params))}
+
+
+def with_params(state: State, params: Transformer) -> State:
+    """A first state that begins with other parameters; the average begins with them too."""
+    average = state.opt[-1]
+    if not isinstance(average, Average):
+        return replace(state, params=params)
+    # a copy: the step is given both to write over
+    copy = jax.device_put(
+        jax.tree.map(jnp.copy, params), jax.tree.map(lambda p: p.sharding, average.params)
+    )
+    return replace(state, params=params, opt=(*state.opt[:-1], replace(average, params=copy)))
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

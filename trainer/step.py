@@ -15,13 +15,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ..models.batch import Batch
+from ..models.dropout import Dropout, row_keys
+from ..models.remat import Remat
 from ..models.transformer import Transformer, blocks, embed, head_share
 from ..models.vocab import Loss
-from ..sharding.collectives import all_reduce
+from ..sharding.collectives import all_reduce, axis_index
 from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients, scatter_gradients
 from ..sharding.layout import Layout, specs
-from .config import Config
-from .optimizer import learning_rate, make_optimizer
+from .config import Config, RematConfig
+from .optimizer import make_optimizer
+from .schedule import learning_rate
 from .state import State, abstract_state, state_shardings
 
 COMPUTE = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -36,17 +39,17 @@ def make_train_step(config: Config, layout: Layout):
     auxiliary losses under their own names.
     """
     optimizer: Any = make_optimizer(config.optimizer)  # optax's types know no flax module
-    schedule = learning_rate(config.optimizer, config.train.steps)
+    schedule = learning_rate(config.optimizer, config.train)
     state = abstract_state(config)
     gradients = shard_loss_and_grads(config, layout, state.params)
 
     def train_step(state: State, batch: Batch):
-        metrics, grads = gradients(state.params, batch)
+        metrics, grads = gradients(state.params, batch, state.position)
         with jax.named_scope("optimizer"):
             grads, norm = clip(grads, config.optimizer.clip)
-            updates, opt = optimizer.update(grads, state.opt, state.params)
             lr = schedule(state.step)
-            params = jax.tree.map(lambda p, update: p - lr * update, state.params, updates)
+            updates, opt = optimizer.update(grads, state.opt, state.params, lr=lr)
+            params = jax.tree.map(jnp.add, state.params, updates)
         state = state.next(params, opt, rows=config.train.batch_size)
         counters = {"step": state.step, "position": state.position}
         return state, counters | metrics | {"grad_norm": norm, "lr": lr}
@@ -72,21 +75,29 @@ def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
 
 
 def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
-    """(params, batch) -> (metrics, gradients) as one shard_map over the whole mesh; params only for
-    their structure.
+    """(params, batch, position) -> (metrics, gradients) as one shard_map over the whole mesh;
+    params only for their structure. position: of the batch's first row, by default 0; dropout needs
+    it.
     """
     in_specs = specs(params, layout.param_spec)
     out_specs = specs(params, layout.state_spec)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         partial(loss_and_grads, config=config, layout=layout),
         mesh=layout.mesh,
-        in_specs=(in_specs, layout.batch_spec()),
+        in_specs=(in_specs, layout.batch_spec(), P()),
         out_specs=(P(), out_specs),
         check_vma=False,
     )
 
+    def loss_and_grads_at(params: Transformer, batch: Batch, position: jax.Array | int = 0):
+        return mapped(params, batch, jnp.asarray(position, jnp.int32))
 
-def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout: Layout):
+    return loss_and_grads_at
+
+
+def loss_and_grads(
+    params: Transformer, batch: Batch, position: jax.Array, *, config: Config, layout: Layout
+):
     """Local: this device's part of the batch [G, B, S] through the one-stage schedule, micro-batch
     by micro-batch.
 
@@ -107,33 +118,62 @@ def loss_and_grads(params: Transformer, batch: Batch, *, config: Config, layout:
         softcap=config.model.logit_softcap,
     )
 
-    def share(params: Transformer, microbatch: Batch):
-        return forward_share(params, microbatch, config, layout, loss)
+    positions = data_positions(position, batch, layout) if config.train.dropout else None
+
+    def share(params: Transformer, microbatch: Batch, positions: jax.Array | None):
+        dropout = None
+        if positions is not None:
+            dropout = Dropout(config.train.dropout, row_keys(config.run.seed, positions))
+        return forward_share(params, microbatch, config, layout, loss, dropout)
 
     @jax.jit  # so that its shapes and the scan below trace the model once
-    def one_microbatch(params: Transformer, microbatch: Batch):
-        grads, sums = jax.grad(share, has_aux=True)(params, microbatch)
+    def one_microbatch(params: Transformer, piece: tuple[Batch, jax.Array | None]):
+        grads, sums = jax.grad(share, has_aux=True)(params, *piece)
         return scatter_gradients(grads, in_specs, accumulator_specs, layout), sums
 
-    def accumulate(total, microbatch: Batch):
-        return jax.tree.map(jnp.add, total, one_microbatch(params, microbatch)), None
+    def accumulate(total, piece):
+        return jax.tree.map(jnp.add, total, one_microbatch(params, piece)), None
 
-    one = jax.eval_shape(one_microbatch, params, jax.tree.map(lambda a: a[0], batch))
+    one = jax.eval_shape(one_microbatch, params, jax.tree.map(lambda a: a[0], (batch, positions)))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
-    (grads, sums), _ = lax.scan(accumulate, zeros, batch)
+    (grads, sums), _ = lax.scan(accumulate, zeros, (batch, positions))
 
     grads = reduce_gradients(grads, accumulator_specs, out_specs, layout)
     sums = all_reduce(sums, _all_axes(layout), layout)
     return sums | {"tokens": tokens}, grads
 
 
-def forward_share(params: Transformer, batch: Batch, config: Config, layout: Layout, loss: Loss):
+def data_positions(first: jax.Array, batch: Batch, layout: Layout) -> jax.Array:
+    """[G, B] of this device's rows, as `batch_at` places them; first: of the global batch's first
+    row.
+    """
+    pieces, rows = batch.tokens.shape[:2]
+    part, parts = 0, 1
+    for axis in layout.axes("batch"):
+        part = part * layout.size(axis) + axis_index(axis, layout)
+        parts *= layout.size(axis)
+    row = jnp.arange(pieces)[:, None] * (parts * rows) + jnp.arange(rows)[None, :]
+    return first + part * rows + row
+
+
+def forward_share(
+    params: Transformer,
+    batch: Batch,
+    config: Config,
+    layout: Layout,
+    loss: Loss,
+    dropout: Dropout | None = None,
+):
     """Local: one micro-batch [B, S] through the model -> this device's share of the loss and of the
     logged sums.
     """
-    x = embed(params, batch, layout, COMPUTE[config.precision.compute])
-    x = blocks(params, x, batch, layout, config.model, config.remat.policy)
+    x = embed(params, batch, layout, COMPUTE[config.precision.compute], dropout)
+    x = blocks(params, x, batch, layout, config.model, remat_policy(config.remat), dropout)
     return head_share(params, x, batch, layout, config.model, loss)
+
+
+def remat_policy(config: RematConfig) -> Remat:
+    return Remat(config.saved, config.policy == "offload", config.every)
 
 
 def make_eval_step(config: Config, layout: Layout):

@@ -1,15 +1,18 @@
-"""The start-up summary: what is trained, what a device holds, what decays, what is replicated."""
+"""The start-up summary: what is trained, what a device holds, in which dtypes, what decays, what
+is replicated.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import jax
 
 from ..sharding.layout import Layout
 from .config import Config
-from .optimizer import decayed
+from .optimizer import decayed, rate_factors
 from .state import State, named_leaves, state_shardings
 
 
@@ -23,16 +26,21 @@ def summarize(config: Config, layout: Layout, state: State) -> list[str]:
     padding = tables * padded_rows * config.model.d_model
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) - padding
     held = device_bytes(state.params, shardings.params), device_bytes(state.opt, shardings.opt)
+    dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(state))
     decay = named_leaves(decayed(state.params, config.optimizer))
+    factors = named_leaves(rate_factors(state.params, config.optimizer))
     whole = named_leaves(jax.tree.map(lambda s: s.is_fully_replicated, shardings.params))
     rows = {
         "mesh": f"{mesh or 'one device'}, zero {layout.zero}, on {layout.mesh.size} × {kinds}",
         "parameters": f"{parameters:,}, and {padding:,} that pad the vocabulary",
         "at rest": f"{held[0]:,} + {held[1]:,} bytes per device, parameters + optimizer state",
+        "dtypes": ", ".join(f"{dtype}: {count} leaves" for dtype, count in dtypes.most_common()),
         "per update": f"{train.batch_size} rows of {train.seq_len} tokens, "
         f"{train.batch_size * train.seq_len:,} in all, over {train.microbatches} micro-batch(es)",
         "decayed": ", ".join(name for name, flag in decay.items() if flag) or "nothing",
     }
+    if changed := [f"{name} {factor:g}" for name, factor in factors.items() if factor != 1]:
+        rows["rate times"] = ", ".join(changed)
     if layout.mesh.size > 1:
         rows["replicated"] = ", ".join(name for name, flag in whole.items() if flag) or "nothing"
     lines = [f"{name:<12}{text}" for name, text in rows.items()]

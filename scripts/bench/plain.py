@@ -24,7 +24,8 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.transformer import Block, Transformer
 from meshwright.sharding.layout import Layout, specs
 from meshwright.trainer.config import Config
-from meshwright.trainer.optimizer import decayed, learning_rate
+from meshwright.trainer.optimizer import decayed
+from meshwright.trainer.schedule import learning_rate
 from meshwright.trainer.state import init_state, lay_out
 from meshwright.trainer.step import make_train_step
 
@@ -193,7 +194,7 @@ def make_step(loss_and_grads, config: Config):
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     o = config.optimizer
-    rate = learning_rate(o, config.train.steps)
+    rate = learning_rate(o, config.train)
     adamw = optax.adamw(
         rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=lambda p: decayed(p, o)
     )

@@ -117,7 +117,11 @@ def test_a_preset_wins_over_a_file_of_its_name(write, monkeypatch):
         ("mesh.dcn=2", "mesh.dcn=2: should be a mapping, {a: 1}"),
         ("optimizer.lr.x=3", "optimizer.lr={x: 3}: should be a valid number"),
         # values
-        ("optimizer.name=adam", "optimizer.name=adam: should be 'adamw' or 'sgd'; did you mean ad"),
+        (
+            "optimizer.name=adam",
+            "optimizer.name=adam: should be 'adamw', 'lion', 'adafactor', 'sgd', 'muon' or 'lamb'; "
+            "did you mean adamw?",
+        ),
         ("train.batch_size=0", "train.batch_size=0: should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr=.inf: should be a finite number"),
         ("run.seed=4294967296", "run.seed=4294967296: should be less than 4294967296"),
@@ -266,7 +270,7 @@ def test_describe_is_aligned_and_fits(name):
     fields = [line for line in lines if not line.endswith(":") and not line.strip().startswith("#")]
     assert all("# " in line for line in fields)
     assert "  name: adamw" in describe(load(name))
-    assert "# update rule: adamw | sgd" in describe(load(name))
+    assert "# update rule: adamw | lion | adafactor" in describe(load(name))
 
 
 def test_schema_describes_every_field():

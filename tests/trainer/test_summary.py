@@ -47,11 +47,27 @@ def test_parameters_are_counted_without_padding(small_config, tied):
 
 
 def test_c13_the_decayed_and_the_replicated_set(small_config):
-    found = rows(override(small_config, "optimizer.decay=[norm]"))
+    norms = "optimizer.groups.norm.weight_decay=0.5"
+    found = rows(override(small_config, "optimizer.weight_decay=0", norms))
     assert found["decayed"] == "blocks.norm1, blocks.norm2, norm"
     assert found["replicated"] == "blocks.norm1, blocks.norm2, norm"
-    found = rows(override(small_config, "optimizer.decay=[]"))
+    found = rows(override(small_config, "optimizer.weight_decay=0"))
     assert found["decayed"] == "nothing"
+
+
+def test_c11_dtypes_of_all_leaves_of_the_state(small_config):
+    """12 parameters and as many of each moment; step, position and the count of Adam."""
+    assert rows(small_config)["dtypes"] == "float32: 36 leaves, int32: 3 leaves"
+    found = rows(override(small_config, "optimizer.moments=bf16", "optimizer.ema=0.9"))
+    assert found["dtypes"] == "float32: 24 leaves, bfloat16: 24 leaves, int32: 4 leaves"
+
+
+def test_parameters_with_a_rate_of_their_own_are_listed(small_config):
+    assert "rate times" not in rows(small_config)
+    found = rows(
+        override(small_config, "optimizer.groups.norm.lr=2", "optimizer.groups.embedding.lr=0.1")
+    )
+    assert found["rate times"] == "blocks.norm1 2, blocks.norm2 2, embed 0.1, norm 2, unembed 0.1"
 
 
 def test_without_zero_and_tensor_everything_is_replicated(small_config):

@@ -1,0 +1,91 @@
+"""Dropout (arXiv 1207.0580) as a function of what is dropped, never of where it is computed.
+
+Whether a channel of a token is dropped follows from (seed, data position of its row, layer, site,
+token of the row, channel): so masks are the same bits on every mesh, in any micro-batches, in a
+recomputation and after a resume, and no two rows, layers or shards share one. A row, layer and site
+have a key of 64 bits from JAX's generator; elements, up to 2³² of them, have bits from a hash of it
+that is ours, since the generator's depend on the shape that a device asks for, and cost several
+times more. The backward pass hashes again: no mask is ever saved. Shapes: B rows, S tokens, D
+channels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..sharding.collectives import axis_index
+from ..sharding.layout import Layout
+
+EMBEDDING, ATTENTION, MLP = range(3)
+"""Sites: the embedding's output, and that of each sublayer before it joins the residual stream."""
+
+
+class Dropout(NamedTuple):
+    """rate: probability of zero. rows [B]: a key of each row."""
+
+    rate: float
+    rows: jax.Array
+
+
+def row_keys(seed: int, positions: jax.Array) -> jax.Array:
+    """Keys [B] of the rows at data positions [B]."""
+    seed_key = jax.random.key(seed, impl="threefry2x32")
+    return jax.vmap(lambda position: jax.random.fold_in(seed_key, position))(positions)
+
+
+def drop(
+    x: jax.Array, dropout: Dropout | None, layer: jax.Array | int, site: int, layout: Layout
+) -> jax.Array:
+    """x[B, S_{context,tensor}, D], each element zero with probability `rate`, else divided by the
+    probability of the rest. None drops nothing.
+    """
+    if dropout is None:
+        return x
+
+    def words(row: jax.Array) -> jax.Array:
+        return jax.random.bits(jax.random.fold_in(jax.random.fold_in(row, layer), site), (2,))
+
+    return _drop(x, jax.vmap(words)(dropout.rows), dropout.rate, layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _drop(x: jax.Array, words: jax.Array, rate: float, layout: Layout) -> jax.Array:
+    """Linear in x, and its own transpose. words: uint32 [B, 2]."""
+    tokens, channels = x.shape[1:]
+    token = _first_token(tokens, layout) + jnp.arange(tokens, dtype=jnp.uint32)
+    element = token[:, None] * np.uint32(channels) + jnp.arange(channels, dtype=jnp.uint32)[None]
+    key = words[:, :, None, None]
+    bits = _mix(_mix(element[None] ^ key[:, 0]) ^ key[:, 1])
+    kept = bits >= np.uint32(rate * 2**32)
+    return jnp.where(kept, x.astype(jnp.float32) / (1.0 - rate), 0.0).astype(x.dtype)
+
+
+def _drop_forward(x, words, rate, layout):
+    return _drop(x, words, rate, layout), words
+
+
+def _drop_backward(rate, layout, words, dy):
+    return _drop(dy, words, rate, layout), None
+
+
+_drop.defvjp(_drop_forward, _drop_backward)
+
+
+def _first_token(tokens: int, layout: Layout) -> jax.Array:
+    """The row's number of the first of this device's `tokens` of it."""
+    part = axis_index("context", layout)
+    if layout.sequence_parallel:
+        part = part * layout.size("tensor") + axis_index("tensor", layout)
+    return jnp.asarray(part * tokens, jnp.uint32)
+
+
+def _mix(word: jax.Array) -> jax.Array:
+    """MurmurHash3's finaliser, a bijection of uint32 in which each bit moves about half of all."""
+    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)

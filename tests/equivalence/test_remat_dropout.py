@@ -1,0 +1,105 @@
+"""Recomputation changes no bit, with dropout or without; dropout changes with no layout (C19)."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshwright.trainer.load import override
+from meshwright.trainer.plan import batch_of
+from meshwright.trainer.state import abstract_state, lay_out, state_shardings
+from meshwright.trainer.step import make_eval_step, make_train_step
+from meshwright.trainer.verify import synthetic_batch
+from runs import (
+    SGD,
+    SMALL,
+    assert_same_gradients,
+    assert_same_metrics,
+    first_devices,
+    gradients,
+    make_config,
+    place,
+    run_steps,
+)
+
+POLICIES = (
+    "remat.policy=full",
+    "remat.policy=selective",
+    "remat.policy=offload",
+    "remat.policy=selective remat.names=[attention.context,attention.logsumexp]",
+    "remat.policy=offload remat.names=[block.input] remat.every=2",
+)
+MODEL = (*SMALL, "model.layers=4", "model.qk_norm=true", "model.bias=all")
+DROPPED = (*MODEL, "train.dropout=0.1")
+MESH = ("mesh.fsdp=2", "mesh.tensor=2")
+
+
+def assert_same_bits(found, expected):
+    (metrics, grads), (expected_metrics, expected_grads) = found, expected
+    assert metrics == expected_metrics
+    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputation_changes_no_bit_on_a_mesh_with_dropout(policy):
+    found = gradients(*DROPPED, *MESH, *policy.split())
+    assert_same_bits(found, gradients(*DROPPED, *MESH))
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:3])
+def test_recomputation_changes_no_bit_on_one_device(policy):
+    assert_same_bits(gradients(*MODEL, *policy.split()), gradients(*MODEL))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        " ".join(MESH),
+        "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 train.microbatches=2 remat.policy=selective",
+        "mesh.data=2 mesh.tensor=4 layout.sequence_parallel=false layout.zero=1",
+        "train.microbatches=4 remat.policy=full remat.every=2",
+    ],
+)
+def test_c19_dropout_is_that_of_one_device_in_every_layout(layout):
+    metrics, grads = gradients(*DROPPED, *layout.split())
+    expected, expected_grads = gradients(*DROPPED)
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
+
+
+def test_dropout_changes_the_loss():
+    with_it, without = (gradients(*overrides)[0]["loss"] for overrides in (DROPPED, MODEL))
+    assert abs(with_it - without) > 1e-3
+
+
+def test_a_run_goes_on_with_its_masks_on_another_mesh():
+    """And the same rows meet another mask at another position."""
+    overrides = (*SMALL, *SGD, "train.dropout=0.5")
+    one = make_config(*overrides)
+    batch = synthetic_batch(one)
+    straight, _ = run_steps(one, [batch, batch, batch])
+    other = make_config(*overrides, *MESH, "train.microbatches=2")
+    _, state = run_steps(one, [batch])
+    layout = lay_out(other, first_devices(other))
+    shardings = state_shardings(abstract_state(other), layout)
+    state = jax.device_put(jax.device_get(state), shardings)
+    step = make_train_step(other, layout)
+    for expected in straight[1:]:
+        state, metrics = step(state, place(batch, other, layout))
+        assert_same_metrics({name: float(value) for name, value in metrics.items()}, expected)
+
+
+def lowered(make, *overrides, dropout):
+    config = override(make_config(*SMALL), *overrides, f"train.dropout={dropout}")
+    layout = lay_out(config, jax.devices()[:1])
+    state, batch = abstract_state(config), batch_of(config, layout)
+    shapes = (state if make is make_train_step else state.params), batch
+    return make(config, layout).lower(*shapes).as_text()
+
+
+def test_evaluation_drops_nothing():
+    assert lowered(make_eval_step, dropout=0.5) == lowered(make_eval_step, dropout=0.0)
+
+
+def test_without_dropout_nothing_is_hashed():
+    hashed = [lowered(make_train_step, dropout=rate).count("stablehlo.xor") for rate in (0.0, 0.1)]
+    assert hashed[0] == 0 < hashed[1]

@@ -1,6 +1,6 @@
 """Kill a run of `tiny` at random moments, resume it, compare its numbers with an unbroken run's.
 
-    python scripts/kill_and_resume.py [--kills 20] [--seed 0] [--steps 120]
+    python scripts/kill_and_resume.py [--kills 20] [--seed 0] [--steps 200]
 
 SIGKILL and SIGTERM take turns. Two runs are killed: one resumes on its own mesh and must be bitwise
 the unbroken one, one on two meshes in turn and must have its final loss within 1e-4.
@@ -35,13 +35,32 @@ def start(folder: Path, name: str, steps: int, mesh: tuple[str, ...]) -> subproc
         *("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9"),
     )
     command = [sys.executable, "-m", "meshwright", "train", "tiny", *settings, *mesh]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate()
+def run_unbroken(folder: Path, steps: int) -> tuple[float, float]:
+    """Seconds until the first update is written, and from there to the end."""
+    process, started = start(folder, "unbroken", steps, MESHES[0]), time.monotonic()
+    metrics = folder / "unbroken" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    first = time.monotonic()
+    finish(process)
+    return first - started, time.monotonic() - first
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    """What it printed; the script ends where it failed."""
+    printed, errors = process.communicate()
     if process.returncode != 0:
         sys.exit(f"exit code {process.returncode}: {errors.decode()}")
+    return printed.decode()
+
+
+def check_resumed(printed: str, newest: int | None) -> None:
+    """The script ends where an attempt that got so far began elsewhere than at the newest."""
+    if newest is not None and "compiling" in printed and f"after {newest} of" not in printed:
+        sys.exit(f"did not resume from step {newest}:\n{printed}")
 
 
 def history(folder: Path, name: str) -> list[dict]:
@@ -49,32 +68,35 @@ def history(folder: Path, name: str) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
 
 
-def committed(folder: Path, name: str) -> list[str]:
+def newest(folder: Path, name: str) -> int | None:
     found = (folder / name / "checkpoints").glob("*")
-    return sorted(path.name for path in found if path.name.isdecimal())
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=None)
 
 
-def kill_and_resume(folder: Path, name: str, steps: int, kills: int, meshes, chosen) -> Counter:
-    """Kill `kills` times, then let it finish. Sleeps until a random moment of what an attempt takes
-    from its start to its end.
+def kill_and_resume(
+    folder: Path, name: str, steps: int, kills: int, meshes, longest: float, chosen
+) -> Counter:
+    """Kill `kills` times, up to `longest` seconds after the start, then let it finish. Returns how
+    often each signal ended with which exit code.
     """
     codes: Counter[str] = Counter()
-    longest = 12.0
     for attempt in range(kills):
+        before = newest(folder, name)
         process = start(folder, name, steps, meshes[attempt % len(meshes)])
         try:
             process.wait(timeout=chosen.uniform(0.5, longest))
         except subprocess.TimeoutExpired:
-            number = (signal.SIGKILL, signal.SIGTERM)[attempt % 2]
+            number = (signal.SIGKILL, signal.SIGTERM)[attempt // len(meshes) % 2]
             process.send_signal(number)
-            process.communicate()
+            check_resumed(process.communicate()[0].decode(), before)
             codes[f"{number.name} -> {process.returncode}"] += 1
             if number == signal.SIGTERM and process.returncode not in (STOPPED, -number, 0):
                 sys.exit(f"SIGTERM: exit code {process.returncode}")
         else:
             codes[f"ended before the signal -> {process.returncode}"] += 1
-        print(f"{name}: attempt {attempt + 1}, checkpoints {committed(folder, name)}", flush=True)
-    finish(start(folder, name, steps, meshes[0]))
+        print(f"{name}: attempt {attempt + 1}, newest {newest(folder, name)}", flush=True)
+    before = newest(folder, name)
+    check_resumed(finish(start(folder, name, steps, meshes[0])), before)
     return codes
 
 
@@ -82,19 +104,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     chosen = random.Random(options.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        finish(start(folder, "unbroken", options.steps, MESHES[0]))
-        unbroken = history(folder, "unbroken")
-        half = options.kills // 2
-        same = kill_and_resume(folder, "same", options.steps, half, MESHES[:1], chosen)
-        other = kill_and_resume(
-            folder, "other", options.steps, options.kills - half, MESHES, chosen
-        )
+        to_first, to_end = run_unbroken(folder, options.steps)
+        unbroken, half = history(folder, "unbroken"), options.kills // 2
+        longest = to_first + 1.3 * to_end / half
+        print(f"unbroken: {to_first:.1f} s to the first update, {to_end:.1f} s from there")
+        same = kill_and_resume(folder, "same", options.steps, half, MESHES[:1], longest, chosen)
+        rest = options.kills - half
+        other = kill_and_resume(folder, "other", options.steps, rest, MESHES, longest, chosen)
         bitwise = history(folder, "same") == unbroken
         final = history(folder, "other")[-1]["eval_loss"]
         expected = unbroken[-1]["eval_loss"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
+import os
 import re
 import shutil
 import sys
@@ -28,9 +30,20 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 from .config import Config
 from .digest import digests, host_digest
 from .load import to_yaml
-from .manifest import DamagedError, Leaf, Manifest, find_checkpoints, read_manifest, sealed
-from .processes import any_process, is_first
+from .manifest import (
+    DamagedError,
+    Leaf,
+    Manifest,
+    find_checkpoints,
+    folder_of,
+    parse_manifest,
+    read_manifest,
+    read_manifest_text,
+    sealed,
+)
+from .processes import any_process, is_first, on_first
 from .state import State, named_leaves
+from .stop import in_background
 
 
 class CheckpointError(RuntimeError):
@@ -54,6 +67,7 @@ class Checkpoints:
         self.losses = losses
         self.lost = False
         self._run = run
+        self._old = run / "checkpoints" / "old"
         self._config = config
         self._say = say
         self._pending: int | None = None
@@ -65,11 +79,14 @@ class Checkpoints:
         if is_first():  # of saves that were killed or failed; their last writers may still be there
             for unfinished in (self._run / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(self._old, ignore_errors=True)
         config = self._config.checkpoint
         best = [_Best(self.losses)] if config.keep_best else []
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(config.keep), *best]),
+            todelete_subdir=self._old.name,  # a folder that is deleted in place is half there
             enable_async_checkpointing=config.background,
+            async_options=ocp.AsyncOptions(timeout_secs=int(self._config.device.timeout) + 1),
         )
         return ocp.CheckpointManager((self._run / "checkpoints").absolute(), options=options)
 
@@ -90,16 +107,18 @@ class Checkpoints:
         }
         manifest = Manifest(step, to_yaml(self._config), described)
         try:
-            if is_first() and not self._run.is_dir():
+            if any_process(is_first() and not self._run.is_dir()):
                 raise FileNotFoundError(f"{self._run} is no longer there")
             self._manager = self._manager or self._open()
-            self._manager.save(
+            saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(leaves),
                     manifest=ocp.args.JsonSave(sealed(manifest)),
                 ),
             )
+            if not saved:
+                raise ValueError("there is a later one")
         except (OSError, ValueError, RuntimeError) as error:
             self._failed(step, error)
             return
@@ -126,6 +145,8 @@ class Checkpoints:
             self._failed(step, error)
         else:
             self.newest, self.lost = step, False
+            if is_first():
+                in_background(lambda: shutil.rmtree(self._old, ignore_errors=True))
 
     def close(self) -> None:
         if self._manager is not None:
@@ -168,7 +189,8 @@ class _Best:
     losses: dict[int, float]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        known = [info.step for info in checkpoints if info.step in self.losses]
+        finite = {step for step, loss in self.losses.items() if math.isfinite(loss)}
+        known = [info.step for info in checkpoints if info.step in finite]
         best = min(known, key=self.losses.__getitem__, default=None)
         return [info.step == best for info in checkpoints]
 
@@ -177,8 +199,8 @@ def _reason(error: Exception) -> str:
     """An error of the disk in a few words; tensorstore wraps the system's in many."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    found = re.search(r"OS error \d+: (?:[A-Z]+ )?([^\]]+)\]", str(error))
-    return found[1] if found else str(error).partition("\n")[0][:300]
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(found[1])) if found else str(error).partition("\n")[0][:300]
 
 
 @functools.cache
@@ -213,7 +235,9 @@ def restore(path: Path, target: Any, *, fallback: bool = False) -> tuple[int, An
     Raises ValueError when there is no checkpoint or its leaves are not those of the target, naming
     every one; DamagedError when what is read is not what was saved.
     """
-    candidates = sorted(find_checkpoints(path).items(), reverse=True)
+    # of several processes one looks: a shared folder may show them different things
+    steps = on_first(lambda: sorted(find_checkpoints(path), reverse=True))
+    candidates = [(step, folder_of(path, step)) for step in steps]
     damage: list[str] = []
     for step, folder in candidates if fallback else candidates[:1]:
         try:
@@ -241,7 +265,7 @@ def set_aside(run: Path, step: int) -> list[str]:
 
 
 def _restore(checkpoint: Path, target: Any) -> Any:
-    manifest = read_manifest(checkpoint)
+    manifest = parse_manifest(checkpoint, on_first(lambda: read_manifest_text(checkpoint)))
     names = named_leaves(target)
     _compare(checkpoint, manifest, names, whole=isinstance(target, State))
     arguments = ocp.args.PyTreeRestore(
@@ -255,6 +279,10 @@ def _restore(checkpoint: Path, target: Any) -> Any:
             if not isinstance(restored[name], jax.Array):
                 raise ValueError(f"{name} is missing")
     except Exception as error:  # whatever a damaged file makes of Orbax, tensorstore and JSON
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        ):
+            raise  # the machine's fault: the checkpoint may be whole
         restored, failure = {}, error
     if any_process(failure is not None):
         reason = _reason(failure) if failure else "another process could not read its part"
@@ -310,8 +338,9 @@ def find_damage(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
         )
         try:
             leaf = _read(checkpoint, arguments)[name]
-            if not isinstance(leaf, np.ndarray | np.generic):
+            if isinstance(leaf, int):  # the target's own 0, see `_restore`
                 raise ValueError("missing")
+            leaf = np.asarray(leaf)
         except Exception as error:  # as in `_restore`
             damage[name] = f"cannot be read: {_reason(error)}"
             continue

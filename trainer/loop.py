@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,11 +30,27 @@ from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
 from .metrics import MetricsFile, open_metrics, plot_loss
 from .processes import any_process, is_first, make_agree, on_first, watch
-from .resume import begin, compare_models, enter, run_folder
+from .resume import (
+    as_one_process,
+    begin,
+    check_data,
+    compare_models,
+    describe,
+    hold,
+    run_folder,
+)
 from .sampling import Sampling
-from .state import State, abstract_state, init_state, lay_out, sharded_shapes
+from .state import (
+    State,
+    abstract_state,
+    eval_params,
+    init_state,
+    lay_out,
+    sharded_shapes,
+    with_params,
+)
 from .step import make_eval_step, make_train_step
-from .stop import Stopped, in_background, stop_on_signals, until_stopped
+from .stop import Agreement, Stopped, in_background, stop_on_signals, until_stopped
 from .summary import summarize
 
 
@@ -61,8 +77,8 @@ class Result:
 class Run:
     """What the loop works with.
 
-    ask: begins to ask all processes whether one was told to stop; the answer is looked at `late`
-    batches later. wait: a future's result, or Stopped. phase: tells the watchdog what comes next.
+    agreement: of all processes, to stop. wait: a future's result, or Stopped. phase: tells the
+    watchdog what comes next.
     """
 
     config: Config
@@ -72,8 +88,7 @@ class Run:
     metrics: MetricsFile
     checkpoints: Checkpoints
     reporter: Reporter
-    ask: Callable[[], Any]
-    late: int
+    agreement: Agreement
     wait: Callable[[Future[Any]], Any]
     phase: Callable[[str | None], None]
 
@@ -90,18 +105,10 @@ def train(config: Config) -> Result:
     """
     with prepare_run(config) as (run, state):
         state = run_to_end(run, state)
-    if run.checkpoints.lost:
-        raise RunError(
-            f"trained to the end, but the newest checkpoint is of step {run.checkpoints.newest}"
-        )
-    history, levels = run.metrics.history, counting_levels(run.store)
-    if (prompt := config.log.sample) is not None:
-        tokenizer, sampling = run.store.tokenizer, Sampling(seed=config.run.seed)
-        texts = generate_texts(state.params, config, run.layout, tokenizer, [prompt], sampling)
-        run.reporter.say(f"sample      {prompt}{texts[0]}")
-    if is_first():
-        plot_loss(history, levels, run.folder / "loss.png")
-    run.reporter.say(f"done: checkpoint, metrics.jsonl and loss.png are in {run.folder}")
+        history, levels = run.metrics.history, counting_levels(run.store)
+        if is_first():
+            plot_loss(history, levels, run.folder / "loss.png")
+        run.reporter.say(f"done: checkpoint, metrics.jsonl and loss.png are in {run.folder}")
     return Result(run.folder, config, history, levels, state)
 
 
@@ -109,21 +116,33 @@ def train(config: Config) -> Result:
 def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
     """The run's folder, files and devices, ready to go on from the state that comes with them."""
     prepare_devices(config.device)
+    if not config.checkpoint.required and jax.process_count() > 1:
+        raise ValueError(
+            "checkpoint.required=false is for one process: several would not agree whether a "
+            "save has failed"
+        )
     layout, folder = lay_out(config), run_folder(config)
-    resumes, changes = on_first(lambda: begin(folder, config))
+    kept = as_one_process(config, jax.process_count())
+    on_first(lambda: begin(folder, kept))  # before the data, which may take long
     store = open_shared_data(config)
     with (
         stop_on_signals(config.checkpoint.grace) as stop,
         watch(config.device.timeout) as phase,
         report_steps(config.train.steps, config.log.every, quiet=not is_first()) as reporter,
+        ExitStack() as lock,
     ):
+        on_first(lambda: lock.enter_context(hold(folder, config)))
+        resumes, changes = on_first(lambda: begin(folder, kept))
         for line in summarize(config, layout, abstract_state(config)):
             reporter.say(line)
         reporter.say(f"run         {folder}")
         for change in changes:
             reporter.say(f"changed     {change}")
+        made_from = store.description.made_from
+        if resumes:
+            on_first(lambda: check_data(folder, made_from))
         state = begin_state(config, layout, folder, resumes, reporter)
-        on_first(lambda: enter(folder, config, store.description.made_from, resumes=resumes))
+        on_first(lambda: describe(folder, kept, made_from))
         if any_process(not (folder / "config.yaml").is_file()):
             raise ValueError(f"run.dir={config.run.dir}: all processes need the same folder")
 
@@ -135,8 +154,9 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
                 int(state.step),
                 writes=is_first(),
                 required=config.checkpoint.required,
+                say=reporter.say,
             ) as metrics,
-            open_checkpoints(folder, config, held_out_losses(metrics), reporter.say) as checkpoints,
+            open_checkpoints(folder, kept, held_out_losses(metrics), reporter.say) as checkpoints,
         ):
             run = Run(
                 config=config,
@@ -146,8 +166,7 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
                 metrics=metrics,
                 checkpoints=checkpoints,
                 reporter=reporter,
-                ask=lambda: agree(stop.asked()),
-                late=0 if alone else 1,
+                agreement=Agreement(lambda: agree(stop.asked()), late=0 if alone else 1),
                 wait=stop.result if alone else Future.result,
                 phase=phase,
             )
@@ -192,11 +211,11 @@ def begin_state(
         reporter.say(f"{'changed':<12}{difference}")
     step, restored = restore(source, {"params": target.params})
     reporter.say(f"{'parameters':<12}of step {step} of {source}")
-    return replace(state, params=restored["params"])
+    return with_params(state, restored["params"])
 
 
 def run_to_end(run: Run, state: State) -> State:
-    """Step, save and evaluate until train.steps updates are done.
+    """Step, save and evaluate until train.steps updates are done; then let the model speak.
 
     Raises Stopped, with a checkpoint committed, when the run is asked to stop.
     """
@@ -211,7 +230,7 @@ def run_to_end(run: Run, state: State) -> State:
                     eval_step = eval_step or compile_eval_step(run)
                     losses[done] = evaluate_heldout(run, eval_step, state, done)
                 if done == train.steps:
-                    return state
+                    break
                 step = step or compile_train_step(run)
                 until = next_stop(done, train.steps, train.eval_every, every)
                 coming = read(run, islice(batches, until - done), done)
@@ -221,16 +240,37 @@ def run_to_end(run: Run, state: State) -> State:
                     raise Stopped
                 if done == train.steps or is_due(done, every):
                     save(run, state, done)
+            if step is not None:
+                show_sample(run, state)
         except Stopped:
             run.reporter.say(f"stopping    saving step {done}")
             save(run, state, done)
-            run.checkpoints.wait()
-            if run.checkpoints.lost:
-                raise RunError(f"stopped, but step {done} is not saved") from None
+            wait_for_checkpoint(run)
             raise Stopped(
                 f"stopped: step {done} is saved in {run.folder}; "
                 f"checkpoint.resume=auto goes on from there"
             ) from None
+    wait_for_checkpoint(run)
+    return state
+
+
+def show_sample(run: Run, state: State) -> None:
+    """Print what the model makes of log.sample. Raises Stopped as `compile_train_step` does."""
+    if (prompt := run.config.log.sample) is None:
+        return
+    run.phase(None)  # it is compiled first
+    tokenizer, sampling = run.store.tokenizer, Sampling(seed=run.config.run.seed)
+    arguments = eval_params(state), run.config, run.layout, tokenizer, [prompt], sampling
+    texts = run.wait(in_background(lambda: generate_texts(*arguments)))
+    run.reporter.say(f"sample      {prompt}{texts[0]}")
+
+
+def wait_for_checkpoint(run: Run) -> None:
+    """Wait until the last checkpoint is committed. Raises RunError where that has failed."""
+    run.phase(None)
+    run.checkpoints.wait()
+    if run.checkpoints.lost:
+        raise RunError(f"the newest checkpoint is of step {run.checkpoints.newest}, not the last")
 
 
 def run_steps(
@@ -274,7 +314,7 @@ def read(run: Run, futures: Iterable[Future[Batch]], done: int) -> Iterator[Batc
             run.phase(f"in step {number}")
             yield batch
 
-    return until_stopped(batches(), run.ask, run.late)
+    return until_stopped(batches(), run.agreement)
 
 
 def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
@@ -316,16 +356,20 @@ def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float
             run.phase(f"evaluating step {done}")
             yield batch
 
-    result = evaluate(eval_step, state.params, until_stopped(batches(), run.ask, run.late))
+    result = evaluate(eval_step, eval_params(state), until_stopped(batches(), run.agreement))
     run.metrics.write({"step": done, "eval_loss": result.loss, "eval_targets": result.targets})
     described = describe_evaluation(result, counting_levels(run.store))
     run.reporter.say(f"step {done}: {described}")
+    if not math.isfinite(result.loss):
+        raise RunError(f"step {done}: held-out loss {result.loss}")
     return result.loss
 
 
 def held_out_losses(metrics: MetricsFile) -> dict[int, float]:
-    """Step -> held-out loss of the evaluations so far."""
-    return {line["step"]: line["eval_loss"] for line in metrics.history if "eval_loss" in line}
+    """Step -> held-out loss of the evaluations so far, as the first process knows them."""
+    history = metrics.history
+    lines = on_first(lambda: [line for line in history if line.get("eval_loss") is not None])
+    return {line["step"]: line["eval_loss"] for line in lines}
 
 
 def train_batches(run: Run, position: int) -> Generator[Future[Batch], None, None]:

@@ -47,17 +47,26 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
     """Step -> folder of the finished checkpoints in a run folder, or of the one that `path` is.
     Raises ValueError where there is none.
     """
-    if (path / "manifest").is_dir() and path.name.isdecimal():
+    path = path.resolve()
+    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
         return {int(path.name): path}
     folder = path if path.name == "checkpoints" else path / "checkpoints"
-    found = [entry for entry in folder.glob("*") if entry.name.isdecimal() and entry.is_dir()]
-    if not found:
+    steps = [int(entry.name) for entry in folder.glob("*") if entry.name.isdecimal()]
+    if not steps:
         raise ValueError(f"{folder} holds no finished checkpoint")
-    return {int(entry.name): entry for entry in sorted(found, key=lambda entry: int(entry.name))}
+    return {step: folder_of(path, step) for step in sorted(steps)}
+
+
+def folder_of(path: Path, step: int) -> Path:
+    """Folder of one of the checkpoints that `find_checkpoints` finds."""
+    return run_of(path) / "checkpoints" / str(step)
 
 
 def run_of(path: Path) -> Path:
-    """The run folder that a checkpoint's folder lies in, or `path` itself."""
+    """The run folder that a checkpoint's folder, or the folder of them all, lies in; or `path`."""
+    path = path.resolve()
+    if path.name == "checkpoints":
+        return path.parent
     return path.parents[1] if path.parent.name == "checkpoints" else path
 
 
@@ -65,13 +74,26 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint's folder. Raises DamagedError where it is not what was written,
     ValueError for another version of the format.
     """
+    return parse_manifest(checkpoint, read_manifest_text(checkpoint))
+
+
+def read_manifest_text(checkpoint: Path) -> str:
+    """What stands in the manifest's file; nothing where it is missing or no text."""
+    try:
+        return (checkpoint / "manifest" / "metadata").read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return ""
+
+
+def parse_manifest(checkpoint: Path, text: str) -> Manifest:
+    """The manifest in a file's text. Raises as `read_manifest` does."""
     file = checkpoint / "manifest" / "metadata"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text)
         if content["seal"] != _seal(content["manifest"]):
             raise ValueError
         version = content["manifest"].pop("version")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError(f"{file} is damaged or missing") from None
     if version != VERSION:
         raise ValueError(f"{file} has version {version}, this Meshwright reads {VERSION}")
@@ -95,7 +117,7 @@ def list_checkpoints(path: Path) -> Iterator[str]:
     metrics = run_of(next(iter(found.values()))) / "metrics.jsonl"
     if metrics.is_file():
         history, _ = lines_until(metrics, max(found))
-        losses = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line}
+        losses = {line["step"]: line["eval_loss"] for line in history if line.get("eval_loss")}
     yield f"{'step':>8}  {'saved at':<19}  {'bytes':>15}  held-out loss"
     for step, folder in found.items():
         files = [file.stat() for file in folder.rglob("*") if file.is_file()]

@@ -3,59 +3,60 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 
 @contextmanager
-def open_metrics(path: Path, step: int, *, writes: bool, required: bool) -> Iterator[MetricsFile]:
-    """metrics.jsonl cut behind update `step`, open for appending by this process alone.
+def open_metrics(
+    path: Path, step: int, *, writes: bool, required: bool, say: Callable[[str], None]
+) -> Iterator[MetricsFile]:
+    """metrics.jsonl cut behind update `step` and open for appending.
 
-    writes: false on a process that only keeps the history. required: see MetricsFile.write. Raises
-    ValueError where another run has it open.
+    writes: false on a process that only keeps the history. required, say: see MetricsFile.write.
+    Raises OSError, also at the end where lines are still waiting for room.
     """
     if not writes:
         history = lines_until(path, step)[0] if path.exists() else []
-        yield MetricsFile(path, history, None, required)
+        yield MetricsFile(path, history, None, required, say)
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     with open(descriptor, "ab", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
-        except BlockingIOError:
-            raise ValueError(
-                f"{path.parent} is being trained already, by another process"
-            ) from None
-        except OSError:
-            pass  # a filesystem without locks
         history, size = lines_until(path, step)
         file.truncate(size)
-        yield MetricsFile(path, history, file, required)
+        metrics = MetricsFile(path, history, file, required, say)
+        yield metrics
+        metrics.finish()
 
 
 class MetricsFile:
     """The objects of metrics.jsonl, of which a run resumes with the first and appends the rest."""
 
     def __init__(
-        self, path: Path, history: list[dict[str, Any]], file: FileIO | None, required: bool
+        self,
+        path: Path,
+        history: list[dict[str, Any]],
+        file: FileIO | None,
+        required: bool,
+        say: Callable[[str], None],
     ):
         self.path = path
         self.history = history
         self._file = file
         self._required = required
+        self._say = say
         self._unwritten = b""
 
     def write(self, values: dict[str, Any]) -> None:
         """One JSON object on one line, with the system before this returns. Not-a-number becomes
-        null, as JSON asks. Where nothing is `required`, a line that the disk refuses waits for the
-        next.
+        null, as JSON asks. Where nothing is `required`, lines that the disk refuses wait for the
+        next, and `say` is told.
 
         Raises OSError where the disk refuses, and in any case where the file is no longer there.
         """
@@ -66,21 +67,32 @@ class MetricsFile:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
+        waiting = bool(self._unwritten)
         self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "the run's file has been deleted", str(self.path))
         try:
-            while self._unwritten:
+            self.finish()
+        except OSError as error:
+            if self._required:
+                raise
+            if not waiting:
+                self._say(f"{self.path}: {error.strerror}; its lines wait for room")
+
+    def finish(self) -> None:
+        """Write what is still waiting. Raises OSError where the disk refuses."""
+        try:
+            while self._unwritten and self._file is not None:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             error.filename = str(self.path)
-            if self._required:
-                raise
+            raise
 
     def sync(self) -> None:
-        """Have what is written survive a crash of the machine as well."""
+        """Have what is written survive a crash of the machine as well, where the disk can."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with suppress(OSError):  # the next write tells
+                os.fsync(self._file.fileno())
 
 
 def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -26,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .config import DeviceConfig
 from .launch import EXPLICIT, complete_launch
+from .stop import leave
 
 T = TypeVar("T")
 
@@ -75,6 +77,11 @@ def start_processes(config: DeviceConfig, environ: Mapping[str, str] = os.enviro
     timer = threading.Timer(config.timeout, _give_up, [config.timeout, count, where])
     timer.daemon = True
     timer.start()
+    _say(f"waiting for {'the other' if count is None else f'all {count}'} processes at {where}")
+    interrupt = None
+    if threading.current_thread() is threading.main_thread():
+        # JAX waits in C++, where Python's handler would never run
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
             **options,
@@ -90,6 +97,8 @@ def start_processes(config: DeviceConfig, environ: Mapping[str, str] = os.enviro
         ) from error
     finally:
         timer.cancel()
+        if interrupt is not None:
+            signal.signal(signal.SIGINT, interrupt)
 
 
 def _check_port(coordinator: str) -> None:
@@ -308,13 +317,10 @@ def _leave(code: int) -> NoReturn:
     """End at once; process 0 a second later, because JAX aborts the others when its coordination
     service is gone.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
     with suppress(RuntimeError):  # no backend
-        if is_first():
+        if is_first() and jax.process_count() > 1:
             time.sleep(1)
-    os._exit(code)
+    leave(code)
 
 
 def _name() -> str:

@@ -4,9 +4,12 @@ changes of the config a resumed run may bring.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,9 @@ def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
     changes what may not change.
     """
     resume = config.checkpoint.resume
-    if not folder.exists():
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run.dir={config.run.dir}: {folder} is a file; write another run.name=…")
+    if not folder.exists() or all(entry.name.startswith(".") for entry in folder.iterdir()):
         if resume == "must":
             raise ValueError(
                 f"checkpoint.resume=must: {folder} does not exist; "
@@ -48,7 +53,7 @@ def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
             f"or checkpoint.resume=auto to go on with this one"
         )
     written = folder / "config.yaml"
-    if not written.is_file() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+    if not written.is_file():
         raise ValueError(f"{folder} is not a run folder: it holds no config.yaml")
     try:
         find_checkpoints(folder)
@@ -59,23 +64,60 @@ def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
     return True, compare(load(written), config)
 
 
-def enter(folder: Path, config: Config, made_from: dict[str, Any], *, resumes: bool) -> None:
-    """Make the run folder if need be; write config.yaml, and data.json: what the documents were.
-
-    Raises ValueError where a resumed run would read other documents, or there can be no folder.
+@contextmanager
+def hold(folder: Path, config: Config) -> Iterator[None]:
+    """Make the run folder if need be and lock it: no other run may write there until this ends,
+    however it ends. Raises ValueError where another does, or there can be no folder.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"run.dir={config.run.dir}: {error.strerror}: {folder}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being trained already, by another process") from None
+        except OSError:
+            pass  # a filesystem without locks
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may be gone
+                if [entry.name for entry in folder.iterdir()] == [".lock"]:  # nothing came of it
+                    (folder / ".lock").unlink()
+                    folder.rmdir()
+
+
+def check_data(folder: Path, made_from: dict[str, Any]) -> None:
+    """Raises ValueError where a resumed run would read other documents than before."""
     data = folder / "data.json"
-    if resumes and json.loads(data.read_text(encoding="utf-8")) != made_from:
+    try:
+        before = json.loads(data.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        raise ValueError(f"{data} is missing or damaged; it says what was trained on") from None
+    if before != made_from:
         raise ValueError(
             f"data: {folder} has been trained on other documents or settings, see its "
             f"data.json; write run.name=… for a new run"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(data, json.dumps(made_from, indent=1))
-        _write(folder / "config.yaml", to_yaml(config))
-    except OSError as error:
-        raise ValueError(f"run.dir={config.run.dir}: {error.strerror}: {folder}") from None
+
+
+def describe(folder: Path, config: Config, made_from: dict[str, Any]) -> None:
+    """Write config.yaml, and data.json: what the documents were. Raises OSError."""
+    _write(folder / "config.yaml", to_yaml(config))
+    _write(folder / "data.json", json.dumps(made_from, indent=1))
+
+
+def as_one_process(config: Config, processes: int) -> Config:
+    """The config as the run folder keeps it: for one process with the devices of all, so that it
+    can be opened anywhere.
+    """
+    device = config.device
+    simulated = None if device.cpu_devices is None else device.cpu_devices * processes
+    launch = {"coordinator": None, "process_id": None, "process_count": None}
+    return replace(config, device=replace(device, cpu_devices=simulated, **launch))
 
 
 def compare(before: Config, now: Config) -> list[str]:

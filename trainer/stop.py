@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -45,17 +46,24 @@ class Stop:
         return future.result()
 
 
-def until_stopped(items: Iterable[T], ask: Callable[[], Any], late: int) -> Iterator[T]:
-    """`items` until a stop is agreed on, then raises Stopped.
-
-    ask: begins to ask all processes whether one wants to stop; its answer is looked at `late` items
-    later, so that the devices need not wait for it. Every process ends after the same item.
+@dataclass(frozen=True)
+class Agreement:
+    """How processes agree to stop: before each item all `ask` whether one wants to, and look at the
+    answer `late` items later, so that the devices need not wait for it.
     """
-    answers: deque[Any] = deque()
+
+    ask: Callable[[], Any]
+    late: int
+    answers: deque[Any] = field(default_factory=deque)
+
+
+def until_stopped(items: Iterable[T], agreement: Agreement) -> Iterator[T]:
+    """`items` until a stop is agreed on, then raises Stopped; in every process before the same."""
+    answers = agreement.answers
     for item in items:
-        answers.append(ask())
-        if len(answers) > late and answers.popleft():
-            raise Stopped("another process was asked to stop")
+        answers.append(agreement.ask())
+        if len(answers) > agreement.late and answers.popleft():
+            raise Stopped
         yield item
 
 
@@ -131,4 +139,14 @@ def stop_on_signals(grace: float) -> Iterator[Stop]:
 
 def _end(why: str) -> None:
     print(f"meshwright: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
+    leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without waiting for any thread."""
+    with suppress(OSError):
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # a progress bar hides the cursor
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -100,6 +100,7 @@ def test_any_one_checkpoint_can_be_asked_for(run):
         (["checkpoint.keep=1"], {}, [10]),
         (["checkpoint.keep=3"], {}, [4, 9, 10]),
         (["checkpoint.keep=1"], {2: 1.0, 4: 3.0, 9: 2.0}, [2, 10]),
+        (["checkpoint.keep=1"], {2: math.nan, 4: 3.0, 9: math.inf}, [4, 10]),
         (["checkpoint.keep=2"], {2: 3.0, 4: 1.0, 9: 2.0}, [4, 9, 10]),
         (["checkpoint.keep=2"], {3: 0.1, 9: 2.0}, [9, 10]),
         (["checkpoint.keep=1", "checkpoint.keep_best=false"], {2: 1.0}, [10]),

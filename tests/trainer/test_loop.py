@@ -17,7 +17,7 @@ from meshwright.trainer.config import RunConfig
 from meshwright.trainer.load import load, override, to_yaml
 from meshwright.trainer.loop import RunError, is_due, next_stop, run_steps, train
 from meshwright.trainer.manifest import find_checkpoints
-from meshwright.trainer.optimizer import learning_rate
+from meshwright.trainer.schedule import learning_rate
 from meshwright.trainer.stop import Stopped
 
 STEP_KEYS = {
@@ -119,7 +119,8 @@ def test_something_is_due_after_every_multiple_of_its_period(step, every):
 
 def test_the_run_folder_holds_what_was_promised(run):
     names = {path.name for path in run.folder.iterdir()}
-    assert names == {"config.yaml", "data.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    promised = {"config.yaml", "data.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert names == promised | {".lock"}
     assert load(run.folder / "config.yaml") == run.config
     assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -159,7 +160,7 @@ def test_floats_are_written_in_full(run):
 
 
 def test_the_logged_rate_is_that_of_the_completed_updates_before(run):
-    schedule = learning_rate(run.config.optimizer, run.config.train.steps)
+    schedule = learning_rate(run.config.optimizer, run.config.train)
     for line in run.result.history:
         if "lr" in line:
             assert line["lr"] == pytest.approx(float(schedule(line["step"] - 1)), rel=1e-6)
@@ -182,11 +183,12 @@ def test_lines_are_in_the_order_of_events(run):
 
 def test_a_run_is_told_as_it_goes(run):
     lines = run.printed.getvalue().splitlines()
-    starts = ["mesh ", "parameters ", "at rest ", "per update ", "decayed ", "replicated ", "run "]
+    starts = ["mesh ", "parameters ", "at rest ", "dtypes ", "per update ", "decayed "]
+    starts += ["replicated ", "run "]
     for line, start in zip(lines, starts, strict=False):
         assert line.startswith(start)
-    assert lines[7] == "compiling   the step"
-    assert [line[:7] for line in lines[8:-1]] == ["step 2:", "step 4 ", "step 4:", "step 6:"]
+    assert lines[8] == "compiling   the step"
+    assert [line[:7] for line in lines[9:-1]] == ["step 2:", "step 4 ", "step 4:", "step 6:"]
     loss = run.result.history[-1]["eval_loss"]
     assert f"step 6: held-out loss {loss:.4f} nats per token over" in lines[-2]
     assert "unigram counts of the training split" in lines[-2]

@@ -33,8 +33,13 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-def write(path, *lines, step=0, required=True):
-    with open_metrics(path, step, writes=True, required=required) as metrics:
+def opened(path, step=0, *, writes=True, required=True, said=None):
+    say = (lambda line: None) if said is None else said.append
+    return open_metrics(path, step, writes=writes, required=required, say=say)
+
+
+def write(path, *lines, step=0):
+    with opened(path, step) as metrics:
         for line in lines:
             metrics.write(line)
     return metrics
@@ -72,7 +77,7 @@ def test_every_float32_comes_back_bitwise(path, floats):
 
 def test_a_line_is_on_disk_at_once(path):
     lines = [{"step": 1, "loss": 1 / 3}, {"step": 1, "eval_loss": 0.1}]
-    with open_metrics(path, 0, writes=True, required=True) as metrics:
+    with opened(path) as metrics:
         for i, line in enumerate(lines, 1):
             metrics.write(line)
             assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:i]
@@ -108,24 +113,15 @@ def test_a_damaged_line_is_named(path, damage):
     assert path.read_bytes() == before
 
 
-def test_two_runs_never_write_the_same_file(path):
-    with open_metrics(path, 0, writes=True, required=True) as metrics:
-        metrics.write({"step": 1})
-        with pytest.raises(ValueError, match="is being trained already, by another process"):
-            write(path)
-        assert json.loads(path.read_text()) == {"step": 1}
-    write(path, step=1)
-
-
 def test_a_process_that_does_not_write_keeps_the_history(path):
-    with open_metrics(path, 0, writes=False, required=True) as metrics:
+    with opened(path, writes=False) as metrics:
         metrics.write({"step": 1})
     assert metrics.history == [{"step": 1}]
     assert not path.exists()
 
 
 def test_a_deleted_file_is_an_error(path):
-    with open_metrics(path, 0, writes=True, required=False) as metrics:
+    with opened(path, required=False) as metrics:
         metrics.write({"step": 1})
         path.unlink()
         with pytest.raises(FileNotFoundError, match=f"deleted: '{path}'"):
@@ -145,7 +141,7 @@ def largest_file(size: int):
 
 def test_a_full_disk_is_named(path):
     with (
-        open_metrics(path, 0, writes=True, required=True) as metrics,
+        opened(path) as metrics,
         largest_file(15),
         pytest.raises(OSError, match=f"File too large: '{path}'"),
     ):
@@ -154,7 +150,8 @@ def test_a_full_disk_is_named(path):
 
 
 def test_what_a_full_disk_refused_is_written_later_where_nothing_is_required(path):
-    with open_metrics(path, 0, writes=True, required=False) as metrics:
+    said = []
+    with opened(path, required=False, said=said) as metrics:
         with largest_file(15):
             metrics.write({"step": 1})
             metrics.write({"step": 2})
@@ -162,6 +159,17 @@ def test_what_a_full_disk_refused_is_written_later_where_nothing_is_required(pat
             assert path.read_text() == '{"step": 1}\n{"s'
         metrics.write({"step": 4})
     assert path.read_text() == "".join(f'{{"step": {i}}}\n' for i in (1, 2, 3, 4))
+    assert said == [f"{path}: File too large; its lines wait for room"]
+
+
+def test_lines_that_never_find_room_are_an_error_at_the_end(path):
+    with (
+        largest_file(15),
+        pytest.raises(OSError, match=f"File too large: '{path}'"),
+        opened(path, required=False) as metrics,
+    ):
+        metrics.write({"step": 1})
+        metrics.write({"step": 2})
 
 
 def curves(figure: Figure) -> dict[str, tuple[list, list]]:

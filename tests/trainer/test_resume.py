@@ -9,7 +9,15 @@ import pytest
 
 from meshwright.trainer.config import Config, RunConfig
 from meshwright.trainer.load import load, override, to_yaml
-from meshwright.trainer.resume import begin, compare, enter, run_folder
+from meshwright.trainer.resume import (
+    as_one_process,
+    begin,
+    check_data,
+    compare,
+    describe,
+    hold,
+    run_folder,
+)
 
 MADE_FROM = {"data.source": "stdlib", "fingerprint": "abc"}
 
@@ -62,10 +70,11 @@ def test_a_run_with_a_checkpoint_goes_on(tmp_path, resume):
     assert begin(folder, resuming(tmp_path, resume)) == (True, [])
 
 
-@pytest.mark.parametrize("made", ["nothing", "half a config", "config", "unfinished checkpoint"])
+@pytest.mark.parametrize("made", ["lock", "half a config", "config", "unfinished checkpoint"])
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, made):
     written = config_in(tmp_path) if made in ("config", "unfinished checkpoint") else None
     folder = folder_with(tmp_path, config=written)
+    (folder / ".lock").touch()
     if made == "half a config":
         (folder / ".config.yaml.tmp").write_text("run:\n  na")
     if made == "unfinished checkpoint":
@@ -119,20 +128,58 @@ def test_the_folder_is_made_with_its_config_and_what_its_documents_were(tmp_path
     config = config_in(tmp_path / "not" / "yet")
     folder = run_folder(config)
     assert folder == tmp_path / "not" / "yet" / "run"
-    enter(folder, config, MADE_FROM, resumes=False)
+    with hold(folder, config):
+        assert begin(folder, config) == (False, [])
+        describe(folder, config, MADE_FROM)
     assert load(folder / "config.yaml") == config
     assert json.loads((folder / "data.json").read_text()) == MADE_FROM
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "data.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.yaml", "data.json"]
 
 
-def test_a_resumed_run_writes_its_config_and_keeps_its_documents(tmp_path):
-    enter(tmp_path / "run", config_in(tmp_path), MADE_FROM, resumes=False)
-    changed = config_in(tmp_path, "mesh.data=2")
-    enter(tmp_path / "run", changed, MADE_FROM, resumes=True)
-    assert load(tmp_path / "run" / "config.yaml") == changed
+def test_killed_between_its_two_files_a_run_starts_again(tmp_path, monkeypatch):
+    config = resuming(tmp_path, "auto")
+    monkeypatch.setattr("meshwright.trainer.resume.json.dumps", lambda *a, **k: 1 / 0)
+    with hold(tmp_path / "run", config), pytest.raises(ZeroDivisionError):
+        describe(tmp_path / "run", config, MADE_FROM)
+    assert begin(tmp_path / "run", config) == (False, [])
+
+
+def test_other_documents_are_refused(tmp_path):
+    with hold(tmp_path, config_in(tmp_path)):
+        describe(tmp_path, config_in(tmp_path), MADE_FROM)
+    check_data(tmp_path, MADE_FROM)
     with pytest.raises(ValueError, match="trained on other documents or settings"):
-        enter(tmp_path / "run", config_in(tmp_path), MADE_FROM | {"fingerprint": "x"}, resumes=True)
-    assert load(tmp_path / "run" / "config.yaml") == changed
+        check_data(tmp_path, MADE_FROM | {"fingerprint": "x"})
+    for damage in ("{", None):
+        (tmp_path / "data.json").unlink()
+        if damage:
+            (tmp_path / "data.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"data\.json is missing or damaged"):
+            check_data(tmp_path, MADE_FROM)
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    config = config_in(tmp_path)
+    with (
+        hold(tmp_path, config),
+        pytest.raises(ValueError, match="is being trained already, by another process$"),
+        hold(tmp_path, config),
+    ):
+        raise AssertionError
+    with hold(tmp_path, config):
+        pass
+
+
+def test_a_run_of_several_processes_can_be_opened_by_one():
+    several = override(
+        Config(),
+        *("device.coordinator=a:1", "device.process_id=1", "device.process_count=2"),
+        *("device.cpu_devices=4", "mesh.data=8"),
+    )
+    one = override(Config(), "device.cpu_devices=8", "mesh.data=8")
+    assert as_one_process(several, 2) == one
+    assert as_one_process(one, 1) == one
+    assert as_one_process(Config(), 4) == Config()
 
 
 def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
@@ -143,13 +190,21 @@ def test_the_home_folder_may_be_written_short(tmp_path, monkeypatch):
 def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     config = config_in(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"run\.dir=.*/file: Not a directory: .*/file/run$"):
-        enter(run_folder(config), config, MADE_FROM, resumes=False)
+    with (
+        pytest.raises(ValueError, match=r"run\.dir=.*/file: Not a directory: .*/file/run$"),
+        hold(run_folder(config), config),
+    ):
+        raise AssertionError
+    with pytest.raises(ValueError, match=r"file is a file; write another run\.name=…$"):
+        begin(tmp_path / "file", config)
 
     def refuse(*arguments, **keywords):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     config = config_in("/locked")
-    with pytest.raises(ValueError, match=r"run\.dir=/locked: Permission denied: /locked/run$"):
-        enter(run_folder(config), config, MADE_FROM, resumes=False)
+    with (
+        pytest.raises(ValueError, match=r"run\.dir=/locked: Permission denied: /locked/run$"),
+        hold(run_folder(config), config),
+    ):
+        raise AssertionError

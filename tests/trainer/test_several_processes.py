@@ -30,7 +30,13 @@ def base(run, tmp_path_factory) -> Config:
         run.config,
         *(f"run.dir={folder}", "run.name=moved", f"device.compile_cache={folder / 'xla'}"),
         *("optimizer.schedule=constant", "train.eval_every=0", "checkpoint.every=0"),
-        *("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=4", "log.sample='alpha '", "device.timeout=60"),
+        *(
+            "mesh.data=1",
+            "mesh.fsdp=2",
+            "mesh.tensor=4",
+            "log.sample='alpha '",
+            "device.timeout=60",
+        ),
     )
 
 

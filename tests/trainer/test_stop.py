@@ -9,10 +9,18 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from itertools import islice
 
 import pytest
 
-from meshwright.trainer.stop import Stop, Stopped, in_background, stop_on_signals, until_stopped
+from meshwright.trainer.stop import (
+    Agreement,
+    Stop,
+    Stopped,
+    in_background,
+    stop_on_signals,
+    until_stopped,
+)
 
 
 def test_a_result_that_is_there_comes_whether_a_stop_is_asked_or_not():
@@ -40,18 +48,21 @@ def test_work_in_the_background_gives_its_result_or_its_error():
         stop.result(in_background(lambda: (_ for _ in ()).throw(OSError("disk gone"))))
 
 
+@pytest.mark.parametrize("segment", [1, 2, 3, 10])
 @pytest.mark.parametrize(("late", "seen"), [(0, [0, 1, 2]), (1, [0, 1, 2, 3])])
-def test_items_end_after_the_answer(late, seen):
-    answers = iter([False, False, False, True, True, True, True])
-    got = []
+def test_items_end_after_the_answer(late, seen, segment):
+    """However often the loop stops between them: what was asked stays asked."""
+    answers, items = iter([False, False, False, True, True, True, True]), iter(range(10))
+    agreement, got = Agreement(lambda: next(answers), late), []
     with pytest.raises(Stopped):
-        for item in until_stopped(range(10), lambda: next(answers), late):
-            got.append(item)
+        while True:
+            for item in until_stopped(islice(items, segment), agreement):
+                got.append(item)
     assert got == seen
 
 
 def test_without_a_request_all_items_come():
-    assert list(until_stopped(range(5), lambda: False, 1)) == list(range(5))
+    assert list(until_stopped(range(5), Agreement(lambda: False, 1))) == list(range(5))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

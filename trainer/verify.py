@@ -57,7 +57,11 @@ ONE_DEVICE = (
 )
 """Overrides that put any config on one device, in f32."""
 
-REFERENCE = (*ONE_DEVICE, *(f"{key}={values[0]}" for key, values in CHOICES.items()))
+REFERENCE = (
+    *ONE_DEVICE,
+    *("remat.names=null", "remat.every=1"),
+    *(f"{key}={values[0]}" for key, values in CHOICES.items()),
+)
 """What the layouts of the default cover start from."""
 
 

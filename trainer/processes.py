@@ -34,6 +34,9 @@ T = TypeVar("T")
 ROLL_CALL = 10.0
 """Seconds in which a living process answers."""
 
+WITHOUT_A_WORD = 10.0
+"""Seconds of waiting for the other processes until this one says so."""
+
 LAST_RESORT = 60
 """Seconds after device.timeout until JAX itself aborts a process, in its own words."""
 
@@ -74,10 +77,14 @@ def start_processes(config: DeviceConfig, environ: Mapping[str, str] = os.enviro
     # SIGTERM stays ours: JAX's preemption service would swallow it
     jax.config.update("jax_enable_preemption_service", False)
     end = int(config.timeout) + LAST_RESORT
-    timer = threading.Timer(config.timeout, _give_up, [config.timeout, count, where])
-    timer.daemon = True
-    timer.start()
-    _say(f"waiting for {'the other' if count is None else f'all {count}'} processes at {where}")
+    waits = f"waiting for {'the other' if count is None else f'all {count}'} processes at {where}"
+    timers = (
+        threading.Timer(WITHOUT_A_WORD, _say, [waits]),
+        threading.Timer(config.timeout, _give_up, [config.timeout, count, where]),
+    )
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     interrupt = None
     if threading.current_thread() is threading.main_thread():
         # JAX waits in C++, where Python's handler would never run
@@ -96,7 +103,8 @@ def start_processes(config: DeviceConfig, environ: Mapping[str, str] = os.enviro
             f"device.process_count=1 to run this process alone"
         ) from error
     finally:
-        timer.cancel()
+        for timer in timers:
+            timer.cancel()
         if interrupt is not None:
             signal.signal(signal.SIGINT, interrupt)
 

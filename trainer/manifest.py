@@ -48,7 +48,7 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
     Raises ValueError where there is none.
     """
     path = path.resolve()
-    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
+    if _is_checkpoint(path):
         return {int(path.name): path}
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     steps = [int(entry.name) for entry in folder.glob("*") if entry.name.isdecimal()]
@@ -59,7 +59,13 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
 
 def folder_of(path: Path, step: int) -> Path:
     """Folder of one of the checkpoints that `find_checkpoints` finds."""
-    return run_of(path) / "checkpoints" / str(step)
+    path = path.resolve()
+    return path if _is_checkpoint(path) else run_of(path) / "checkpoints" / str(step)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it is the folder of one; a copy of it may lie anywhere."""
+    return path.name.isdecimal() and any((path / item).is_dir() for item in ("state", "manifest"))
 
 
 def run_of(path: Path) -> Path:

@@ -228,7 +228,7 @@ def test_a_flipped_bit_is_never_restored(run, tmp_path):
     names = [*named_leaves(target), "every leaf"]
     whole = run.folder / "checkpoints" / "6"
     for file, bit in bits(whole):
-        copy = tmp_path / "checkpoints" / "6"
+        copy = tmp_path / "6"
         shutil.copytree(whole, copy)
         flip(copy / file.relative_to(whole), bit)
         try:

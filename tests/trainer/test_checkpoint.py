@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import random
-import resource
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from disk import largest_file
 from meshwright.trainer.checkpoint import (
     CheckpointError,
     DamagedError,
@@ -297,16 +297,6 @@ def test_another_version_is_no_damage(run, damaged):
 
 
 # A disk that refuses
-
-
-@contextmanager
-def largest_file(size: int):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def settle(checkpoints):

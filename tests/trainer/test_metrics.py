@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from disk import largest_file
 from meshwright.trainer.metrics import open_metrics, plot_loss
 
 VALUES = st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=5), st.booleans())
@@ -126,17 +125,6 @@ def test_a_deleted_file_is_an_error(path):
         path.unlink()
         with pytest.raises(FileNotFoundError, match=f"deleted: '{path}'"):
             metrics.write({"step": 2})
-
-
-@contextmanager
-def largest_file(size: int):
-    """A disk that takes files of `size` bytes and no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_named(path):

@@ -144,7 +144,10 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
         state = begin_state(config, layout, folder, resumes, reporter)
         on_first(lambda: describe(folder, kept, made_from))
         if any_process(not (folder / "config.yaml").is_file()):
-            raise ValueError(f"run.dir={config.run.dir}: all processes need the same folder")
+            raise ValueError(
+                f"run.dir={config.run.dir}: not all processes see {folder}; "
+                "write a folder that all hosts share"
+            )
 
         # of several processes none may leave alone: they agree first
         alone, agree = jax.process_count() == 1, make_agree(layout.mesh)
@@ -332,14 +335,16 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
     }
     run.metrics.write(values)
     if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-        optimizer = run.config.optimizer
         raise RunError(
             f"step {values['step']}: loss {values['loss']}, gradient norm {values['grad_norm']}, "
-            f"at data position {values['position']}; "
-            f"lower optimizer.lr={optimizer.lr} or lengthen optimizer.warmup"
+            f"at data position {values['position']}; {_calmer(run.config)}"
         )
     run.reporter.step(values)
     run.checkpoints.check()
+
+
+def _calmer(config: Config) -> str:
+    return f"lower optimizer.lr={config.optimizer.lr} or lengthen optimizer.warmup"
 
 
 def save(run: Run, state: State, done: int) -> None:
@@ -361,7 +366,7 @@ def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float
     described = describe_evaluation(result, counting_levels(run.store))
     run.reporter.say(f"step {done}: {described}")
     if not math.isfinite(result.loss):
-        raise RunError(f"step {done}: held-out loss {result.loss}")
+        raise RunError(f"step {done}: held-out loss {result.loss}; {_calmer(run.config)}")
     return result.loss
 
 

@@ -26,8 +26,7 @@ class DamagedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Leaf:
-    """What the manifest says of one leaf. digest: see
-    digest.py."""
+    """What the manifest says of one leaf. digest: see digest.py."""
 
     shape: list[int]
     dtype: str

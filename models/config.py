@@ -1,8 +1,10 @@
-"""Config section `model`: the shape of a decoder-only transformer. No JAX here."""
+"""Config sections `model`, the shape of a decoder-only transformer, and `remat`, what its backward
+pass finds saved. No JAX here.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -98,3 +100,60 @@ class ModelConfig:
             Dim("kv_heads", self.num_kv_heads, "model.kv_heads"),
             Dim("mlp", self.d_ff, "model.d_ff"),
         ]
+
+
+Saved = Literal[
+    "block.input",
+    "attention.norm",
+    "attention.qkv",
+    "attention.context",
+    "attention.logsumexp",
+    "attention.out",
+    "mlp.norm",
+    "mlp.gate_up",
+    "mlp.hidden",
+]
+"""Tensors of a block that its backward pass may want; docs/recomputation.md says what they are."""
+
+CORE = ("attention.context", "attention.logsumexp")
+"""Those that only the attention kernel computes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RematConfig:
+    policy: Annotated[
+        Literal["none", "full", "selective", "offload"],
+        Field(
+            description="none keeps activations; full recomputes each block; selective saves "
+            "remat.names; offload saves them in the host's memory"
+        ),
+    ] = "none"
+    names: Annotated[
+        list[Saved] | None,
+        Field(
+            description="tensors of a block that selective and offload save; null: selective all "
+            "but attention.context and attention.logsumexp, offload all"
+        ),
+    ] = None
+    every: Annotated[int, Field(gt=0, description="only each n-th block is recomputed")] = 1
+
+    def __post_init__(self) -> None:
+        if self.names is not None and self.policy in ("none", "full"):
+            raise ValueError(
+                f"remat.names=[{', '.join(self.names)}] is not read by remat.policy={self.policy}; "
+                f"write remat.policy=selective or remat.policy=offload, or remat.names=null"
+            )
+        if self.every > 1 and self.policy == "none":
+            raise ValueError(
+                f"remat.every={self.every}: remat.policy=none recomputes no block; "
+                f"write remat.policy=full or remat.every=1"
+            )
+
+    @property
+    def saved(self) -> tuple[str, ...] | None:
+        """Names that a recomputed block saves; None: no block is recomputed."""
+        if self.names is not None:
+            return tuple(self.names)
+        every = get_args(Saved)
+        outside = tuple(name for name in every if name not in CORE)
+        return {"none": None, "full": (), "selective": outside, "offload": every}[self.policy]

@@ -10,24 +10,16 @@ and from the block's input. Shapes: L layers, k = `remat.every`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 
-
-class Remat(NamedTuple):
-    """saved: names that a recomputed block saves; None: no block is recomputed. offload: they wait
-    in the host's pinned memory. every: only each k-th layer is recomputed.
-    """
-
-    saved: tuple[str, ...] | None = None
-    offload: bool = False
-    every: int = 1
+from .config import RematConfig
 
 
 def scan_layers(
-    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any, remat: Remat
+    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any, remat: RematConfig
 ) -> jax.Array:
     """x through `layer(x, p)` for each p of `layers` [L, ...], under the policy.
 
@@ -58,12 +50,12 @@ def _all_but_slices(primitive: Any, *_, **__) -> bool:
     return primitive.name != "slice"
 
 
-def recompute(layer: Callable[..., jax.Array], remat: Remat) -> Callable[..., jax.Array]:
+def recompute(layer: Callable[..., jax.Array], remat: RematConfig) -> Callable[..., jax.Array]:
     """`layer`, which saves for its backward pass its arguments and what the policy names."""
     if remat.saved is None:
         return layer
     policies = jax.checkpoint_policies
-    if remat.offload:
+    if remat.policy == "offload":
         policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=list(remat.saved),

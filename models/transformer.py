@@ -21,11 +21,11 @@ from . import init
 from .attention import Attention, Kernel, attend, causal_mask
 from .attention_kernel import attention
 from .batch import Batch
-from .config import ModelConfig
+from .config import ModelConfig, RematConfig
 from .dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop
 from .mlp import Mlp, swiglu
 from .norms import rms_norm
-from .remat import Remat, scan_layers
+from .remat import scan_layers
 from .rope import rotations
 from .vocab import Loss, cross_entropy_share
 
@@ -64,7 +64,7 @@ def blocks(
     batch: Batch,
     layout: Layout,
     config: ModelConfig,
-    remat: Remat,
+    remat: RematConfig,
     dropout: Dropout | None = None,
 ) -> jax.Array:
     """All layers, scanned."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, RematConfig
 from ..sharding.config import STRICT, LayoutConfig, MeshConfig
 from ..sharding.rules import Dim, mesh_sizes, resolve
 
@@ -86,63 +86,6 @@ class PrecisionConfig:
             "and gradients are f32"
         ),
     ] = "f32"
-
-
-Saved = Literal[
-    "block.input",
-    "attention.norm",
-    "attention.qkv",
-    "attention.context",
-    "attention.logsumexp",
-    "attention.out",
-    "mlp.norm",
-    "mlp.gate_up",
-    "mlp.hidden",
-]
-"""Tensors of a block that its backward pass may want; docs/recomputation.md says what they are."""
-
-CORE = ("attention.context", "attention.logsumexp")
-"""Those that only the attention kernel computes."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RematConfig:
-    policy: Annotated[
-        Literal["none", "full", "selective", "offload"],
-        Field(
-            description="none keeps activations; full recomputes each block; selective saves "
-            "remat.names; offload saves them in the host's memory"
-        ),
-    ] = "none"
-    names: Annotated[
-        list[Saved] | None,
-        Field(
-            description="tensors of a block that selective and offload save; null: selective all "
-            "but attention.context and attention.logsumexp, offload all"
-        ),
-    ] = None
-    every: Annotated[int, Field(gt=0, description="only each n-th block is recomputed")] = 1
-
-    def __post_init__(self) -> None:
-        if self.names is not None and self.policy in ("none", "full"):
-            raise ValueError(
-                f"remat.names=[{', '.join(self.names)}] is not read by remat.policy={self.policy}; "
-                f"write remat.policy=selective or remat.policy=offload, or remat.names=null"
-            )
-        if self.every > 1 and self.policy == "none":
-            raise ValueError(
-                f"remat.every={self.every}: remat.policy=none recomputes no block; "
-                f"write remat.policy=full or remat.every=1"
-            )
-
-    @property
-    def saved(self) -> tuple[str, ...] | None:
-        """Names that a recomputed block saves; None: no block is recomputed."""
-        if self.names is not None:
-            return tuple(self.names)
-        every = get_args(Saved)
-        outside = tuple(name for name in every if name not in CORE)
-        return {"none": None, "full": (), "selective": outside, "offload": every}[self.policy]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -262,6 +205,20 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.warmup={self.warmup} and optimizer.warmup_tokens={self.warmup_tokens} "
                 f"say the same thing; write one of them"
+            )
+        for key, value, readers in (
+            ("momentum", self.momentum, ("sgd", "muon")),
+            ("nesterov", self.nesterov or None, ("sgd", "adamw", "lamb")),
+        ):
+            if value is not None and self.name not in readers:
+                raise ValueError(
+                    f"optimizer.{key}={str(value).lower()} is not read by optimizer.name="
+                    f"{self.name}, only by {', '.join(readers)}; leave it out"
+                )
+        if self.cooldown is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"optimizer.cooldown={self.cooldown} is not read by optimizer.schedule="
+                f"{self.schedule}, only by wsd; write optimizer.cooldown=null"
             )
         if self.name == "sgd" and self.nesterov and not self.momentum:
             raise ValueError(

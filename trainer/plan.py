@@ -19,14 +19,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ..models.batch import Batch
+from ..models.config import RematConfig, Saved
 from ..models.dropout import Dropout, row_keys
 from ..models.transformer import Transformer, blocks, embed
 from ..sharding.layout import Layout, specs
-from .config import Config, RematConfig, Saved
+from .config import Config
 from .data.loader import batch_shapes
 from .load import ConfigError, override
 from .state import abstract_state, lay_out, sharded_shapes
-from .step import COMPUTE, make_train_step, remat_policy
+from .step import COMPUTE, make_train_step
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
@@ -105,11 +106,10 @@ def block_costs(config: Config, layout: Layout) -> Cost:
         rows = row_keys(config.run.seed, jnp.arange(len(batch.tokens)))
         dropout = Dropout(config.train.dropout, rows) if config.train.dropout else None
         x = jax.eval_shape(lambda: embed(params, batch, layout, dtype))
-        remat = remat_policy(config.remat)
 
         def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
             def forward(params: Transformer, x: jax.Array) -> jax.Array:
-                return blocks(params, x, batch, layout, config.model, remat, dropout)
+                return blocks(params, x, batch, layout, config.model, config.remat, dropout)
 
             x, backward = jax.vjp(forward, params, x)
             return backward(x)

@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from ..models.batch import Batch
 from ..models.dropout import Dropout, row_keys
-from ..models.remat import Remat
 from ..models.transformer import Transformer, blocks, embed, head_share
 from ..models.vocab import Loss
 from ..sharding.collectives import all_reduce, axis_index
 from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients, scatter_gradients
 from ..sharding.layout import Layout, specs
-from .config import Config, RematConfig
+from .config import Config
 from .optimizer import make_optimizer
 from .schedule import learning_rate
 from .state import State, abstract_state, state_shardings
@@ -168,12 +167,8 @@ def forward_share(
     logged sums.
     """
     x = embed(params, batch, layout, COMPUTE[config.precision.compute], dropout)
-    x = blocks(params, x, batch, layout, config.model, remat_policy(config.remat), dropout)
+    x = blocks(params, x, batch, layout, config.model, config.remat, dropout)
     return head_share(params, x, batch, layout, config.model, loss)
-
-
-def remat_policy(config: RematConfig) -> Remat:
-    return Remat(config.saved, config.policy == "offload", config.every)
 
 
 def make_eval_step(config: Config, layout: Layout):

@@ -13,9 +13,9 @@ from functools import partial
 from measure import alternate, compile_cold, parse_rounds, ratios, report, start_jax, temp_ratio
 from plain import programs, steppers
 
-from meshwright.models.config import ModelConfig
+from meshwright.models.config import ModelConfig, RematConfig
 from meshwright.sharding.config import MeshConfig
-from meshwright.trainer.config import Config, RematConfig, TrainConfig
+from meshwright.trainer.config import Config, TrainConfig
 
 CONFIG = Config(
     model=ModelConfig(vocab_size=32_000, layers=4, d_model=256, heads=4, d_ff=1024),

@@ -6,7 +6,7 @@ from typing import get_args
 import jax
 import pytest
 
-from meshwright.trainer.config import Saved
+from meshwright.models.config import Saved
 from meshwright.trainer.load import override
 from meshwright.trainer.plan import batch_of
 from meshwright.trainer.state import abstract_state, lay_out

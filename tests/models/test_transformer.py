@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.models.batch import Batch
-from meshwright.models.remat import Remat
+from meshwright.models.config import RematConfig
 from meshwright.models.transformer import blocks, embed
 from meshwright.trainer.state import abstract_state, named_leaves
 from runs import SMALL, layout_on, make_config, random_params
@@ -33,7 +33,9 @@ def seen(batch, *overrides):
 
     def gradients(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        _, transpose = jax.vjp(lambda x: blocks(params, x, batch, layout, config.model, Remat()), x)
+        _, transpose = jax.vjp(
+            lambda x: blocks(params, x, batch, layout, config.model, RematConfig()), x
+        )
         at = jnp.eye(TOKENS).reshape(TOKENS, 1, TOKENS, 1)
         return jax.vmap(lambda at: transpose(jnp.broadcast_to(at, x.shape))[0])(at)
 
@@ -68,7 +70,7 @@ def test_a_document_is_the_same_wherever_it_stands():
 
     def run(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        return blocks(params, x, batch, layout, config.model, Remat())
+        return blocks(params, x, batch, layout, config.model, RematConfig())
 
     first, second = np.split(np.asarray(jax.jit(run)(params, batch)), 2, axis=1)
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-6 * np.abs(first).max())

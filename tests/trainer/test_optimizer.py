@@ -101,6 +101,11 @@ def test_adamw_is_the_formula_of_its_paper():
         np.testing.assert_allclose(values(params)[role], p, rtol=2e-6, atol=1e-6)
 
 
+def momentum_of(name: str) -> float | None:
+    """0.9 for the rules that read optimizer.momentum."""
+    return 0.9 if name in ("sgd", "muon") else None
+
+
 @pytest.mark.parametrize(
     ("momentum", "nesterov"), [(None, False), (0.0, False), (0.9, False), (0.9, True)]
 )
@@ -233,7 +238,7 @@ def test_sides_of_a_matrix_merge_heads_and_leave_stacks_and_experts_out():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_learns_the_same_in_a_stack_and_alone(name):
     """Were a rule to see the stack, the layers' norms, means or singular values would mix."""
-    config = OptimizerConfig(name=name, momentum=0.9, factor_from=2)
+    config = OptimizerConfig(name=name, momentum=momentum_of(name), factor_from=2)
     _, _, stacked, _ = run_updates(config, 0.01, updates=3, start=stacked_params())
     alone = functools.partial(layer_of, layer=1)
     _, _, params, _ = run_updates(config, 0.01, 3, start=alone(stacked_params()), slicing=alone)
@@ -298,7 +303,8 @@ def test_c13_decay_goes_by_role_not_by_the_number_of_dims(layers):
 def test_c11_masters_moments_and_average_are_f32(name):
     config = override(
         Config(),
-        *(f"optimizer.name={name}", "optimizer.momentum=0.9", "optimizer.ema=0.9"),
+        *(f"optimizer.name={name}", "optimizer.ema=0.9"),
+        f"optimizer.momentum={momentum_of(name) or 'null'}",
         *("optimizer.factor_from=8", "precision.compute=bf16"),
     )
     state = abstract_state(config)
@@ -314,7 +320,7 @@ def test_c11_masters_moments_and_average_are_f32(name):
 def test_moments_in_bf16_are_bf16_between_updates_alone(name):
     """One update begins from zeros, which bf16 holds, and so is the one with moments in f32."""
     half, full = (
-        OptimizerConfig(name=name, momentum=0.9, b2=0.9, moments=moments, ema=0.9)
+        OptimizerConfig(name=name, momentum=momentum_of(name), b2=0.9, moments=moments, ema=0.9)
         for moments in ("bf16", "f32")
     )
     _, _, params, state = run_updates(half, 0.01, updates=1, start=stacked_params())
@@ -457,6 +463,21 @@ def test_the_rate_depends_on_nothing_but_completed_updates():
             ["optimizer.warmup=3", "optimizer.warmup_tokens=4096"],
             "optimizer.warmup=3 and optimizer.warmup_tokens=4096 say the same thing; "
             "write one of them",
+        ),
+        (
+            ["optimizer.momentum=0.9"],
+            "optimizer.momentum=0.9 is not read by optimizer.name=adamw, only by sgd, muon; "
+            "leave it out",
+        ),
+        (
+            ["optimizer.name=lion", "optimizer.nesterov=true"],
+            "optimizer.nesterov=true is not read by optimizer.name=lion, only by sgd, adamw, lamb; "
+            "leave it out",
+        ),
+        (
+            ["optimizer.cooldown=3"],
+            "optimizer.cooldown=3 is not read by optimizer.schedule=cosine, only by wsd; "
+            "write optimizer.cooldown=null",
         ),
         (
             ["optimizer.name=sgd", "optimizer.nesterov=true"],

@@ -6,8 +6,9 @@ from typing import get_args
 
 import pytest
 
+from meshwright.models.config import Saved
 from meshwright.trainer.cli import main
-from meshwright.trainer.config import Config, Saved
+from meshwright.trainer.config import Config
 from meshwright.trainer.load import load, override
 from meshwright.trainer.plan import (
     UNNAMED,

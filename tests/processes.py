@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -44,13 +45,17 @@ class Ended:
 
     @property
     def printed(self) -> list[str]:
-        """The lines on stdout without those of Gloo."""
-        return [line for line in self.stdout.splitlines() if "[Gloo]" not in line]
+        return own_lines(self.stdout)
 
     @property
     def said(self) -> list[str]:
         """The lines on stderr that are ours; the rest is JAX's log."""
         return [line for line in self.stderr.splitlines() if line.startswith("meshwright: ")]
+
+
+def own_lines(stdout: str) -> list[str]:
+    """The lines without those of Gloo, whose threads break into each other's."""
+    return [line for line in stdout.splitlines() if line and not re.search(r"Gloo|peer rank", line)]
 
 
 def free_port() -> int:

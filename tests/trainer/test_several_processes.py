@@ -18,7 +18,7 @@ from meshwright.trainer.config import Config
 from meshwright.trainer.load import override, to_yaml
 from meshwright.trainer.loop import train
 from meshwright.trainer.manifest import find_checkpoints
-from processes import free_port
+from processes import free_port, own_lines
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_c06_the_rows_and_losses_are_those_of_one_process(base, unbroken):
     # C23: evaluation, sample, picture, checkpoint: what one process writes all have computed
     assert "done: checkpoint, metrics.jsonl and loss.png are in" in out
     assert "sample      alpha " in out
-    assert [line for line in other_out.splitlines() if "[Gloo]" not in line] == []
+    assert own_lines(other_out) == []
     assert list(find_checkpoints(folder)) == [7]
 
     train(override(base, "train.steps=10", "checkpoint.resume=must"))

@@ -11,7 +11,9 @@ An axis of size 1 returns its input: XLA keeps size-1 collectives on CPU. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
@@ -24,10 +26,12 @@ def _wide(axes: str | Sequence[str], layout: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in axes if layout.size(axis) > 1)
 
 
-def all_reduce(tree, axes: str | Sequence[str], layout: Layout):
-    """A{partial over axes} -> A, for every leaf of a tree. Sends 2(N-1)/N·n."""
+def all_reduce(tree, axes: str | Sequence[str], layout: Layout, dtype: Any = None):
+    """A{partial over axes} -> A, for every leaf of a tree. Sends 2(N-1)/N·n, and adds up, in
+    `dtype` (default: each leaf's own).
+    """
     wide = _wide(axes, layout)
-    return lax.psum(tree, wide) if wide else tree
+    return _in_dtype(lambda tree: lax.psum(tree, wide), tree, dtype) if wide else tree
 
 
 def all_reduce_max(x: jax.Array, axes: str | Sequence[str], layout: Layout) -> jax.Array:
@@ -42,10 +46,23 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int, layout: Layout
     return lax.all_gather(x, wide, axis=dim, tiled=True) if wide else x
 
 
-def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, layout: Layout) -> jax.Array:
-    """A[.., D, ..]{partial over axes} -> A[.., D_axes, ..] along `dim`. Sends (N-1)/N·n."""
+def reduce_scatter(
+    x: jax.Array, axes: str | Sequence[str], dim: int, layout: Layout, dtype: Any = None
+) -> jax.Array:
+    """A[.., D, ..]{partial over axes} -> A[.., D_axes, ..] along `dim`. Sends (N-1)/N·n, and adds
+    up, in `dtype` (default: x's own).
+    """
     wide = _wide(axes, layout)
-    return lax.psum_scatter(x, wide, scatter_dimension=dim, tiled=True) if wide else x
+    scatter = partial(lax.psum_scatter, axis_name=wide, scatter_dimension=dim, tiled=True)
+    return _in_dtype(scatter, x, dtype) if wide else x
+
+
+def _in_dtype(collective: Callable[[Any], Any], tree: Any, dtype: Any) -> Any:
+    """The collective of the leaves cast to `dtype`, cast back."""
+    if dtype is None:
+        return collective(tree)
+    moved = collective(jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
+    return jax.tree.map(lambda leaf, moved: moved.astype(leaf.dtype), tree, moved)
 
 
 def axis_index(axis: str, layout: Layout) -> jax.Array | int:

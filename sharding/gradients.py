@@ -1,6 +1,6 @@
 """Where gradients meet: after the backward pass each device holds its share of every gradient it
-can see, and this file adds the shares up over the mesh. The only reductions of gradients outside
-`linear.py` are here.
+can see, and this file adds the shares up over the mesh, in `layout.reduce`. The only reductions of
+gradients outside `linear.py` are here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def scatter_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout)
     def one(grad: jax.Array, in_spec: P, out_spec: P) -> jax.Array:
         for dim, entry in enumerate(out_spec):
             new = tuple(axis for axis in _names(entry) if axis not in _axes(in_spec))
-            grad = reduce_scatter(grad, new, dim, layout)
+            grad = reduce_scatter(grad, new, dim, layout, layout.reduce)
         return grad
 
     return jax.tree.map(one, grads, in_specs, out_specs)
@@ -46,7 +46,7 @@ def reduce_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) 
     def one(grad: jax.Array, spec: P) -> jax.Array:
         done = (*_axes(spec), *UNREDUCED_AXES)
         missing = tuple(axis for axis in layout.mesh.axis_names if axis not in done)
-        return all_reduce(grad, missing, layout)
+        return all_reduce(grad, missing, layout, layout.reduce)
 
     return jax.tree.map(one, scatter_gradients(grads, in_specs, out_specs, layout), out_specs)
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,6 +27,7 @@ class Layout:
     resolved: Resolved
     zero: int
     sequence_parallel: bool
+    reduce: Any
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
@@ -80,10 +82,14 @@ class Layout:
         return NamedSharding(self.mesh, spec)
 
 
-def make_layout(config: LayoutConfig, mesh: Mesh, dims: Sequence[Dim]) -> Layout:
-    """Settle the rule table for `dims` on `mesh`. Raises ValueError where they do not fit."""
+def make_layout(
+    config: LayoutConfig, mesh: Mesh, dims: Sequence[Dim], reduce: Any = jnp.float32
+) -> Layout:
+    """Settle the rule table for `dims` on `mesh`. reduce: dtype in which gradients travel. Raises
+    ValueError where they do not fit.
+    """
     resolved = resolve(config, dict(mesh.shape), dims)
-    return Layout(mesh, resolved, config.zero, config.sequence_parallel)
+    return Layout(mesh, resolved, config.zero, config.sequence_parallel, reduce)
 
 
 def is_param(leaf: Any) -> bool:

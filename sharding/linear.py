@@ -64,9 +64,9 @@ def linear(
     reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers
     once more for the weight's gradient. With `layout.sequence_parallel` off S is not cut over
     tensor: nothing moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered
-    in x's dtype, forward and backward, and its gradient reduce-scattered in f32. A bias is added
-    after the exit, hence once. `input_name` is what a recomputation policy calls x, the residual of
-    the products, `name` what it calls each y.
+    in x's dtype, forward and backward, and its gradient reduce-scattered in `layout.reduce`. A bias
+    is added after the exit, hence once. `input_name` is what a recomputation policy calls x, the
+    residual of the products, `name` what it calls each y.
     """
     several = not isinstance(weights, nnx.Param)
     x = _named(x, input_name)
@@ -129,7 +129,7 @@ def lookup(ids: jax.Array, table: nnx.Param, layout: Layout, dtype: Any) -> jax.
 
     Vocab parallel (1909.08053): a device gives zeros for rows it does not hold; the exit adds up.
     Moves what the exit of a `linear` and the gather of a weight move; the table's gradient is
-    reduce-scattered in f32.
+    reduce-scattered in `layout.reduce`.
     """
     return _lookup(ids, table[...], dtype, _Plan(layout, (table.axes,), None, "tensor"))
 
@@ -260,7 +260,7 @@ def _scatter_gradient(
 ) -> jax.Array:
     """dW[D, N_tensor]{partial over fsdp} in f32 -> dW[D_fsdp, N_tensor] in the shard's dtype."""
     for dim, name in enumerate(axes):
-        dweight = reduce_scatter(dweight, layout.gathered(name), dim, layout)
+        dweight = reduce_scatter(dweight, layout.gathered(name), dim, layout, layout.reduce)
     return dweight.astype(dtype)
 
 

@@ -16,6 +16,7 @@ from meshwright.sharding.layout import Layout, make_layout, map_params
 from meshwright.sharding.mesh import make_mesh
 from meshwright.trainer.config import Config
 from meshwright.trainer.load import override
+from meshwright.trainer.precision import first_scale
 from meshwright.trainer.state import State, abstract_state, lay_out, named_leaves, state_shardings
 from meshwright.trainer.step import make_train_step, shard_loss_and_grads
 from meshwright.trainer.verify import REFERENCE, global_norm, synthetic_batch
@@ -151,7 +152,8 @@ def run_steps(config: Config, batches: Iterable[Batch]):
     layout = lay_out(config, first_devices(config))
     abstract = abstract_state(config)
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    state = replace(state, params=random_params(config))
+    loss_scale = jax.device_get(first_scale(config.precision))
+    state = replace(state, params=random_params(config), loss_scale=loss_scale)
     state = jax.device_put(state, state_shardings(abstract, layout))
     step, history = make_train_step(config, layout), []
     for batch in batches:

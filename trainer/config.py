@@ -64,6 +64,21 @@ class TrainConfig:
             "zero",
         ),
     ] = 0.0
+    max_skipped: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="attempts in a row that may be skipped because loss or gradient norm was "
+            "not finite",
+        ),
+    ] = 40
+    halt_on_nan: Annotated[
+        bool,
+        Field(
+            description="end at the first attempt that would be skipped, and name the parameters "
+            "and micro-batches whose gradients were not finite"
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         if self.batch_size % self.microbatches:
@@ -80,12 +95,39 @@ class TrainConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PrecisionConfig:
     compute: Annotated[
-        Literal["f32", "bf16"],
+        Literal["f32", "bf16", "f16"],
         Field(
             description="dtype of activations and matmul operands; masters, norms, softmax, loss "
             "and gradients are f32"
         ),
     ] = "f32"
+    reduce: Annotated[
+        Literal["f32", "bf16"],
+        Field(
+            description="dtype in which gradients travel and are added up over devices; over "
+            "micro-batches always f32"
+        ),
+    ] = "f32"
+    loss_scale: Annotated[
+        Literal["torch", "megatron"] | None,
+        Field(
+            description="f16: how the loss scale moves. torch: from 2^16, half at each overflow, "
+            "double after 2000 attempts without; megatron: from 2^32, half from the second "
+            "overflow on, double after 1000. null: torch"
+        ),
+    ] = None
+    first_scale: Annotated[
+        float | None,
+        Field(ge=1, description="f16: first loss scale; null: that of precision.loss_scale"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for key, value in (("loss_scale", self.loss_scale), ("first_scale", self.first_scale)):
+            if value is not None and self.compute != "f16":
+                raise ValueError(
+                    f"precision.{key}={value} is not read by precision.compute={self.compute}, "
+                    f"only by f16; leave it out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -478,6 +520,11 @@ class Config:
                 source = " · ".join(f"{key}={count}" for key, count in stated.items())
                 raise ValueError(f"{error} ({source})") from None
             resolve(self.layout, sizes, self.dims())
+        if train.halt_on_nan and self.precision.compute == "f16":
+            raise ValueError(
+                "train.halt_on_nan=true would end the run at an ordinary overflow of the loss "
+                "scale of precision.compute=f16; write train.halt_on_nan=false"
+            )
         warmup = optimizer.warmup_updates(train.tokens_per_update)
         if self.model.layers % self.remat.every:
             raise ValueError(

@@ -27,9 +27,9 @@ from ..sharding.collectives import all_gather, all_reduce_max
 from ..sharding.layout import Layout, specs
 from .config import Config
 from .data.tokenizer import Tokenizer
+from .precision import DTYPES
 from .reading import open_run
 from .sampling import Sampling
-from .step import COMPUTE
 
 PIECE = 128
 """Tokens that prefill feeds at once; T is a multiple of it."""
@@ -119,7 +119,7 @@ def generate(
         sharding = layout.sharding(P(batch))
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
-    compute = COMPUTE[config.precision.compute]
+    compute = DTYPES[config.precision.compute]
     # a single token cannot be cut over tensor
     plan = _Plan(replace(layout, sequence_parallel=False), config.model, compute, vocab_size)
     counts = np.asarray(lengths + [0] * (rows - len(prompts)), np.int32)

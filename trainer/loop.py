@@ -8,10 +8,10 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_ba
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
 from .metrics import MetricsFile, open_metrics, plot_loss
+from .precision import FLOOR
 from .processes import any_process, is_first, make_agree, on_first, watch
 from .resume import (
     as_one_process,
@@ -46,6 +47,7 @@ from .state import (
     eval_params,
     init_state,
     lay_out,
+    named_leaves,
     sharded_shapes,
     with_params,
 )
@@ -100,8 +102,8 @@ def train(config: Config) -> Result:
     SIGTERM and Ctrl-C end the run early: it saves a checkpoint and raises Stopped.
 
     Raises ValueError where config, devices, data or folder are not usable, before any compilation;
-    RunError when the loss stops being finite, CheckpointError when the disk refuses a checkpoint,
-    DamagedError when the one to resume from is not what was saved.
+    RunError when too many attempts in a row were not finite, CheckpointError when the disk refuses
+    a checkpoint, DamagedError when the one to resume from is not what was saved.
     """
     with prepare_run(config) as (run, state):
         state = run_to_end(run, state)
@@ -155,6 +157,7 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
             open_metrics(
                 folder / "metrics.jsonl",
                 int(state.step),
+                int(state.position),
                 writes=is_first(),
                 required=config.checkpoint.required,
                 say=reporter.say,
@@ -236,11 +239,13 @@ def run_to_end(run: Run, state: State) -> State:
                     break
                 step = step or compile_train_step(run)
                 until = next_stop(done, train.steps, train.eval_every, every)
-                coming = read(run, islice(batches, until - done), done)
-                state = run_steps(step, state, coming, partial(record_step, run))
-                done = int(state.step)
-                if done < until:
-                    raise Stopped
+                while done < until:  # again where attempts were skipped
+                    coming = read(run, islice(batches, until - done), done)
+                    record = partial(record_step, run)
+                    state, stopped = run_steps(step, state, coming, record)
+                    done = int(state.step)
+                    if stopped:
+                        raise Stopped
                 if done == train.steps or is_due(done, every):
                     save(run, state, done)
             if step is not None:
@@ -281,12 +286,12 @@ def run_steps(
     state: State,
     batches: Iterable[Batch],
     record: Callable[[dict[str, Any], float], None],
-) -> State:
-    """Step through `batches`, to their end or until they raise Stopped. A step's metrics are
-    fetched after the next one is dispatched, so the devices never wait for the host; `record` gets
-    them with the seconds since the last fetch.
+) -> tuple[State, bool]:
+    """Step through `batches`, to their end or until they raise Stopped; returns the state and
+    whether they did. A step's metrics are fetched after the next one is dispatched, so the devices
+    never wait for the host; `record` gets them with the seconds since the last fetch.
     """
-    pending, last = None, time.perf_counter()
+    pending, stopped, last = None, False, time.perf_counter()
 
     def fetch(metrics: dict[str, jax.Array]) -> None:
         nonlocal last
@@ -294,15 +299,17 @@ def run_steps(
         record(values, now - last)
         last = now
 
-    with suppress(Stopped):
+    try:
         for batch in batches:
             state, metrics = step(state, batch)
             if pending is not None:
                 fetch(pending)
             pending = metrics
+    except Stopped:
+        stopped = True
     if pending is not None:
         fetch(pending)
-    return state
+    return state, stopped
 
 
 def read(run: Run, futures: Iterable[Future[Batch]], done: int) -> Iterator[Batch]:
@@ -321,9 +328,10 @@ def read(run: Run, futures: Iterable[Future[Batch]], done: int) -> Iterator[Batc
 
 
 def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
-    """Write and show what a step measured; look after the last checkpoint. Raises RunError when the
-    loss is not finite any more.
+    """Write and show what an attempt measured; look after the last checkpoint. Raises RunError as
+    `check_skipped` does.
     """
+    nonfinite = metrics.pop("nonfinite", None)
     first = ("step", "position", "loss")  # the rest in jit's order
     values = {name: metrics[name].item() for name in (*first, *metrics)}
     flops, peak = step_flops(run.config), peak_flops(run.config)
@@ -332,15 +340,59 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
         "step_time": seconds,
         "tokens_per_second": values["tokens"] / seconds,
         "mfu": mfu(flops, seconds, run.layout.mesh.size, peak),
+        "loss_scale": values.get("loss_scale"),
     }
     run.metrics.write(values)
-    if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-        raise RunError(
-            f"step {values['step']}: loss {values['loss']}, gradient norm {values['grad_norm']}, "
-            f"at data position {values['position']}; {_calmer(run.config)}"
-        )
-    run.reporter.step(values)
+    if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+        run.reporter.step(values)
+    else:
+        check_skipped(run, values, nonfinite)
     run.checkpoints.check()
+
+
+def check_skipped(run: Run, values: dict[str, Any], nonfinite: Any) -> None:
+    """Say that the attempt was skipped. Raises RunError where it was one too many, where no smaller
+    loss scale could help, and at the first with train.halt_on_nan, naming what was `nonfinite`.
+    """
+    train, scale = run.config.train, values["loss_scale"]
+    what = (
+        f"step {values['step'] + 1}: loss {values['loss']}, gradient norm {values['grad_norm']}, "
+        f"at data position {values['position']}"
+    )
+    if nonfinite is not None:
+        raise RunError(f"{what}; {name_nonfinite(run.config, nonfinite)}; train.halt_on_nan=true")
+    if scale is not None:
+        what += f", loss scale {scale:g}"
+    row = skipped_in_a_row(run.metrics.history)
+    if scale == FLOOR:
+        raise RunError(f"{what}, which is as low as it goes; {_calmer(run.config)}")
+    if row > train.max_skipped:
+        raise RunError(
+            f"{what}; {row} attempts in a row, train.max_skipped={train.max_skipped}; "
+            f"{_calmer(run.config)}"
+        )
+    run.reporter.say(f"skipped     {what}")
+
+
+def skipped_in_a_row(history: list[dict[str, Any]]) -> int:
+    """Attempts since the last that was an update."""
+    attempts = [line for line in history if "position" in line]
+    row = takewhile(lambda line: line["step"] == attempts[-1]["step"], reversed(attempts))
+    # the first of them made that step, unless no attempt ever has
+    return sum(1 for _ in row) - (attempts[-1]["step"] > 0)
+
+
+def name_nonfinite(config: Config, nonfinite: Any) -> str:
+    """Which micro-batches and parameters; nonfinite: bool [microbatch, parameter]."""
+    if not nonfinite.any():
+        return "each gradient is finite, their norm or the loss is not"
+    names = list(named_leaves(abstract_state(config).params))
+    pieces = [str(number + 1) for number in range(len(nonfinite)) if nonfinite[number].any()]
+    named = [name for name, flag in zip(names, nonfinite.any(axis=0), strict=True) if flag]
+    return (
+        f"not finite in micro-batch {', '.join(pieces)} of {len(nonfinite)}: "
+        f"the gradient of {', '.join(named)}"
+    )
 
 
 def _calmer(config: Config) -> str:

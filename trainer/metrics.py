@@ -15,20 +15,26 @@ from typing import Any
 
 @contextmanager
 def open_metrics(
-    path: Path, step: int, *, writes: bool, required: bool, say: Callable[[str], None]
+    path: Path,
+    step: int,
+    position: int,
+    *,
+    writes: bool,
+    required: bool,
+    say: Callable[[str], None],
 ) -> Iterator[MetricsFile]:
-    """metrics.jsonl cut behind update `step` and open for appending.
+    """metrics.jsonl cut behind update `step` and data position `position`, open for appending.
 
     writes: false on a process that only keeps the history. required, say: see MetricsFile.write.
     Raises OSError, also at the end where lines are still waiting for room.
     """
     if not writes:
-        history = lines_until(path, step)[0] if path.exists() else []
+        history = lines_until(path, step, position)[0] if path.exists() else []
         yield MetricsFile(path, history, None, required, say)
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     with open(descriptor, "ab", buffering=0) as file:
-        history, size = lines_until(path, step)
+        history, size = lines_until(path, step, position)
         file.truncate(size)
         metrics = MetricsFile(path, history, file, required, say)
         yield metrics
@@ -95,9 +101,12 @@ class MetricsFile:
                 os.fsync(self._file.fileno())
 
 
-def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
-    """The objects of the updates up to `step`, and the bytes they take: a run that was killed may
-    have written further, and half a line. Raises ValueError for a line that is no JSON object.
+def lines_until(
+    path: Path, step: int, position: float = math.inf
+) -> tuple[list[dict[str, Any]], int]:
+    """The objects of the attempts up to update `step` and data position `position`, and the bytes
+    they take: a run that was killed may have written further, and half a line. Raises ValueError
+    for a line that is no JSON object.
     """
     history, size = [], 0
     with path.open("rb") as file:
@@ -106,7 +115,7 @@ def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
                 break
             try:
                 values = json.loads(line)
-                beyond = values["step"] > step
+                beyond = values["step"] > step or values.get("position", 0) > position
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
                     f"{path}, line {number}: not an object with a step; the file is damaged, "

@@ -26,8 +26,9 @@ from ..sharding.layout import Layout, specs
 from .config import Config
 from .data.loader import batch_shapes
 from .load import ConfigError, override
+from .precision import DTYPES
 from .state import abstract_state, lay_out, sharded_shapes
-from .step import COMPUTE, make_train_step
+from .step import make_train_step
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
@@ -98,7 +99,7 @@ def plan_memory(config: Config) -> str:
 
 def block_costs(config: Config, layout: Layout) -> Cost:
     """What the blocks of the config cost, traced with the shapes that a device sees."""
-    params, dtype = abstract_state(config).params, COMPUTE[config.precision.compute]
+    params, dtype = abstract_state(config).params, DTYPES[config.precision.compute]
     traced: list[ClosedJaxpr] = []
 
     def trace(params: Transformer, batch: Batch) -> None:

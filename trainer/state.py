@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,31 +18,44 @@ from ..sharding.layout import Layout, is_param, make_layout, specs
 from ..sharding.mesh import make_mesh
 from .config import Config
 from .optimizer import Average, make_optimizer
+from .precision import DTYPES, LossScale, first_scale
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """step: completed updates, int32. position: rows consumed from the epoch stream, int32.
-    params: f32 masters. opt: the optimizer's moments, and its average of the parameters if there
-    is one.
+    """step: completed updates, int32. skipped: attempts that were not finite and changed nothing,
+    int32. position: rows consumed from the epoch stream by both, int32. params: f32 masters. opt:
+    the optimizer's moments, and its average of the parameters if there is one. loss_scale: of f16,
+    else None.
     """
 
     step: jax.Array
+    skipped: jax.Array
     position: jax.Array
     params: Transformer
     opt: Any
+    loss_scale: LossScale | None
 
-    def next(self, params: Transformer, opt: Any, rows: int) -> State:
-        """After an update that consumed `rows` rows."""
-        return replace(
-            self, step=self.step + 1, position=self.position + rows, params=params, opt=opt
-        )
+    def next(
+        self,
+        finite: jax.Array,
+        params: Transformer,
+        opt: Any,
+        loss_scale: LossScale | None,
+        rows: int,
+    ) -> State:
+        """After an attempt on `rows` rows: updated if it was `finite`, else bitwise as before."""
+        updated = replace(self, step=self.step + 1, params=params, opt=opt)
+        skipped = replace(self, skipped=self.skipped + 1)
+        state = jax.tree.map(partial(jnp.where, finite), updated, skipped)
+        return replace(state, position=self.position + rows, loss_scale=loss_scale)
 
 
 def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:
     """The config's layout on `devices` (default: all). Raises ValueError where sizes do not fit."""
-    return make_layout(config.layout, make_mesh(config.mesh, devices), config.dims())
+    mesh, reduce = make_mesh(config.mesh, devices), DTYPES[config.precision.reduce]
+    return make_layout(config.layout, mesh, config.dims(), reduce)
 
 
 def init_state(config: Config, layout: Layout) -> State:
@@ -81,16 +95,23 @@ def _first_state(config: Config) -> State:
     # Any: optax's types know no flax module
     params: Any = Transformer(config.model, jax.random.key(config.run.seed))
     zero = jnp.zeros((), jnp.int32)
-    return State(zero, zero, params, make_optimizer(config.optimizer).init(params))
+    return State(
+        step=zero,
+        skipped=zero,
+        position=zero,
+        params=params,
+        opt=make_optimizer(config.optimizer).init(params),
+        loss_scale=first_scale(config.precision),
+    )
 
 
 def state_specs(state: State, layout: Layout) -> State:
     """What the optimizer keeps follows its own logical axes, those of its parameter or, of means
     over some dims, the rest of them; counters are replicated.
     """
-    return State(
-        step=specs(state.step, layout.state_spec),
-        position=specs(state.position, layout.state_spec),
+    replicated = jax.tree.map(lambda _: P(), state)
+    return replace(
+        replicated,
         params=specs(state.params, layout.param_spec),
         opt=jax.tree.map(lambda node: _opt_spec(node, layout), state.opt, is_leaf=is_param),
     )

@@ -18,24 +18,25 @@ from ..models.batch import Batch
 from ..models.dropout import Dropout, row_keys
 from ..models.transformer import Transformer, blocks, embed, head_share
 from ..models.vocab import Loss
-from ..sharding.collectives import all_reduce, axis_index
+from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
 from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients, scatter_gradients
 from ..sharding.layout import Layout, specs
 from .config import Config
 from .optimizer import make_optimizer
+from .precision import DTYPES, next_scale
 from .schedule import learning_rate
 from .state import State, abstract_state, state_shardings
-
-COMPUTE = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def make_train_step(config: Config, layout: Layout):
     """The jitted step (state, batch) -> (state, metrics): state donated, shardings pinned in and
     out.
 
-    metrics are scalars: `step` and `position` after the update, `loss` (mean nll in nats over the
-    batch's valid targets), `tokens` (valid targets), `grad_norm` (before clipping), `lr`, and
-    auxiliary losses under their own names.
+    An attempt whose loss or gradient norm is not finite changes nothing but position, the count of
+    skipped attempts and the loss scale. metrics are scalars: `step`, `skipped` and `position` after
+    the attempt, `loss` (mean nll in nats over the batch's valid targets), `tokens` (valid targets),
+    `grad_norm` (before clipping), `lr`, of f16 the attempt's `loss_scale`, and auxiliary losses
+    under their own names; and with train.halt_on_nan `nonfinite`, bool [microbatch, parameter].
     """
     optimizer: Any = make_optimizer(config.optimizer)  # optax's types know no flax module
     schedule = learning_rate(config.optimizer, config.train)
@@ -43,15 +44,18 @@ def make_train_step(config: Config, layout: Layout):
     gradients = shard_loss_and_grads(config, layout, state.params)
 
     def train_step(state: State, batch: Batch):
-        metrics, grads = gradients(state.params, batch, state.position)
+        scaling = {} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}
+        metrics, grads = gradients(state.params, batch, state.position, **scaling)
         with jax.named_scope("optimizer"):
             grads, norm = clip(grads, config.optimizer.clip)
             lr = schedule(state.step)
             updates, opt = optimizer.update(grads, state.opt, state.params, lr=lr)
             params = jax.tree.map(jnp.add, state.params, updates)
-        state = state.next(params, opt, rows=config.train.batch_size)
-        counters = {"step": state.step, "position": state.position}
-        return state, counters | metrics | {"grad_norm": norm, "lr": lr}
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+            loss_scale = next_scale(state.loss_scale, finite, config.precision)
+            state = state.next(finite, params, opt, loss_scale, rows=config.train.batch_size)
+        counters = {"step": state.step, "skipped": state.skipped, "position": state.position}
+        return state, counters | metrics | {"grad_norm": norm, "lr": lr} | scaling
 
     shardings = state_shardings(state, layout)
     return jax.jit(
@@ -74,42 +78,54 @@ def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
 
 
 def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
-    """(params, batch, position) -> (metrics, gradients) as one shard_map over the whole mesh;
-    params only for their structure. position: of the batch's first row, by default 0; dropout needs
-    it.
+    """(params, batch, position, loss_scale) -> (metrics, gradients) as one shard_map over the whole
+    mesh; params only for their structure. position: of the batch's first row, by default 0; dropout
+    needs it. loss_scale: what the loss is multiplied by for the backward pass alone.
     """
     in_specs = specs(params, layout.param_spec)
     out_specs = specs(params, layout.state_spec)
     mapped = jax.shard_map(
         partial(loss_and_grads, config=config, layout=layout),
         mesh=layout.mesh,
-        in_specs=(in_specs, layout.batch_spec(), P()),
+        in_specs=(in_specs, layout.batch_spec(), P(), P()),
         out_specs=(P(), out_specs),
         check_vma=False,
     )
 
-    def loss_and_grads_at(params: Transformer, batch: Batch, position: jax.Array | int = 0):
-        return mapped(params, batch, jnp.asarray(position, jnp.int32))
+    def loss_and_grads_at(
+        params: Transformer,
+        batch: Batch,
+        position: jax.Array | int = 0,
+        loss_scale: jax.Array | None = None,
+    ):
+        return mapped(params, batch, jnp.asarray(position, jnp.int32), loss_scale)
 
     return loss_and_grads_at
 
 
 def loss_and_grads(
-    params: Transformer, batch: Batch, position: jax.Array, *, config: Config, layout: Layout
+    params: Transformer,
+    batch: Batch,
+    position: jax.Array,
+    loss_scale: jax.Array | None,
+    *,
+    config: Config,
+    layout: Layout,
 ):
     """Local: this device's part of the batch [G, B, S] through the one-stage schedule, micro-batch
     by micro-batch.
 
     Weights are divided by the number of valid targets of the GLOBAL batch first; after that every
-    sum over micro-batches and devices is a mean over targets, whatever their distribution.
-    Gradients are f32.
+    sum over micro-batches and devices is a mean over targets, whatever their distribution. They
+    carry the loss scale too, so that every derivative does. Gradients are f32.
     """
     in_specs = specs(params, layout.param_spec)
     accumulator_specs = specs(params, layout.accumulator_spec)
     out_specs = specs(params, layout.state_spec)
 
     tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
-    batch = replace(batch, weights=batch.weights / jnp.maximum(tokens, 1.0))
+    scale = 1.0 if loss_scale is None else loss_scale
+    batch = replace(batch, weights=batch.weights / (jnp.maximum(tokens, 1.0) / scale))
     loss = Loss(
         vocab_size=config.model.vocab_size,
         z_loss=config.train.z_loss,
@@ -128,18 +144,31 @@ def loss_and_grads(
     @jax.jit  # so that its shapes and the scan below trace the model once
     def one_microbatch(params: Transformer, piece: tuple[Batch, jax.Array | None]):
         grads, sums = jax.grad(share, has_aux=True)(params, *piece)
-        return scatter_gradients(grads, in_specs, accumulator_specs, layout), sums
+        marks = mark_nonfinite(grads) if config.train.halt_on_nan else None
+        return (scatter_gradients(grads, in_specs, accumulator_specs, layout), sums), marks
 
     def accumulate(total, piece):
-        return jax.tree.map(jnp.add, total, one_microbatch(params, piece)), None
+        one, marks = one_microbatch(params, piece)
+        return jax.tree.map(jnp.add, total, one), marks
 
-    one = jax.eval_shape(one_microbatch, params, jax.tree.map(lambda a: a[0], (batch, positions)))
+    first = jax.tree.map(lambda a: a[0], (batch, positions))
+    one, _ = jax.eval_shape(one_microbatch, params, first)
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
-    (grads, sums), _ = lax.scan(accumulate, zeros, (batch, positions))
+    (grads, sums), marks = lax.scan(accumulate, zeros, (batch, positions))
 
     grads = reduce_gradients(grads, accumulator_specs, out_specs, layout)
     sums = all_reduce(sums, _all_axes(layout), layout)
-    return sums | {"tokens": tokens}, grads
+    grads, sums = jax.tree.map(lambda a: a / scale, (grads, sums))
+    metrics = sums | {"tokens": tokens}
+    if marks is not None:
+        metrics["nonfinite"] = all_reduce_max(marks, _all_axes(layout), layout) > 0
+    return metrics, grads
+
+
+def mark_nonfinite(tree: Any) -> jax.Array:
+    """[leaf] f32: 1 where this device's part of it holds anything that is not finite."""
+    marks = [jnp.any(~jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(marks).astype(jnp.float32)
 
 
 def data_positions(first: jax.Array, batch: Batch, layout: Layout) -> jax.Array:
@@ -166,7 +195,7 @@ def forward_share(
     """Local: one micro-batch [B, S] through the model -> this device's share of the loss and of the
     logged sums.
     """
-    x = embed(params, batch, layout, COMPUTE[config.precision.compute], dropout)
+    x = embed(params, batch, layout, DTYPES[config.precision.compute], dropout)
     x = blocks(params, x, batch, layout, config.model, config.remat, dropout)
     return head_share(params, x, batch, layout, config.model, loss)
 

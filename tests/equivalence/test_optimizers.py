@@ -72,7 +72,8 @@ def state_after_updates(name: str, *overrides: str) -> State:
     shardings = state_shardings(abstract_state(config), layout)
     of_grads = jax.tree.map(layout.sharding, specs(random_params(config), layout.state_spec))
     params = jax.tree.map(jnp.asarray, random_params(config))
-    state = State(jnp.int32(0), jnp.int32(0), params, optimizer.init(params))
+    zero = jnp.int32(0)
+    state = State(zero, zero, zero, params, optimizer.init(params), loss_scale=None)
     state = jax.device_put(jax.device_get(state), shardings)
 
     def update(params, opt, grads):

@@ -16,8 +16,8 @@ from meshwright.models.batch import Batch
 from meshwright.models.decode import empty_cache, extend
 from meshwright.sharding.layout import specs
 from meshwright.sharding.rules import ZERO_AXES
+from meshwright.trainer.precision import DTYPES
 from meshwright.trainer.state import lay_out
-from meshwright.trainer.step import COMPUTE
 from runs import SMALL, first_devices, make_config, random_params, shard_map
 
 PIECE, PIECES, STEPS, SLOTS = 5, 3, 4, 24
@@ -41,7 +41,7 @@ def feed(params, text, lengths, *, layout, config):
         logits, cache = run(cache, jnp.take_along_axis(text, place, axis=1), place)
         return cache, logits
 
-    dtype = COMPUTE[config.precision.compute]
+    dtype = DTYPES[config.precision.compute]
     cache = empty_cache(len(text), SLOTS, layout, config.model, dtype)
     cache, prompt = jax.lax.scan(piece, cache, PIECE * jnp.arange(PIECES))
     cache, continuation = jax.lax.scan(one, cache, jnp.arange(STEPS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -22,7 +23,7 @@ from meshwright.trainer.stop import Stopped
 
 STEP_KEYS = {
     *("step", "position", "loss", "grad_norm", "lr", "tokens"),
-    *("step_time", "tokens_per_second", "mfu"),
+    *("step_time", "tokens_per_second", "mfu", "skipped", "loss_scale"),
 }
 
 
@@ -56,7 +57,7 @@ def run_fake_steps(events, count: int):
 
 
 def test_metrics_are_fetched_after_the_next_step_is_dispatched(events):
-    assert run_fake_steps(events, 4) == 4
+    assert run_fake_steps(events, 4) == (4, False)
     assert events == [
         *("dispatch 1", "dispatch 2", "fetch 1", "record 1"),
         *("dispatch 3", "fetch 2", "record 2"),
@@ -67,7 +68,7 @@ def test_metrics_are_fetched_after_the_next_step_is_dispatched(events):
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_every_step_is_recorded_once_in_order(events, count):
-    assert run_fake_steps(events, count) == count
+    assert run_fake_steps(events, count) == (count, False)
     steps = range(1, count + 1)
     assert [e for e in events if e.startswith("record")] == [f"record {i}" for i in steps]
 
@@ -94,8 +95,8 @@ def test_a_stop_ends_after_what_was_dispatched_is_recorded(events):
         events.append(f"dispatch {batch}")
         return state + 1, {"step": batch}
 
-    state = run_steps(step, 0, batches(), lambda m, _: events.append(f"record {m['step']}"))
-    assert state == 3
+    ended = run_steps(step, 0, batches(), lambda m, _: events.append(f"record {m['step']}"))
+    assert ended == (3, True)
     assert events[-4:] == ["fetch 2", "record 2", "fetch 3", "record 3"]
 
 
@@ -227,17 +228,81 @@ def test_a_mesh_writes_the_lines_of_one_device(run, tmp_path, monkeypatch, capsy
     assert list(find_checkpoints(tmp_path / "one")) == [6]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(run, tmp_path):
+def attempts(folder) -> list[dict]:
+    return [line for line in read_lines(folder / "metrics.jsonl") if "position" in line]
+
+
+def diverging(run, tmp_path, *overrides):
+    return override(
+        run.config,
+        *(f"run.dir={tmp_path}", "optimizer.lr=1e30", "optimizer.warmup=0", "run.name=high"),
+        *("train.eval_every=0", "checkpoint.every=0", *overrides),
+    )
+
+
+def test_too_many_attempts_in_a_row_that_are_not_finite_end_the_run(run, tmp_path):
+    config = diverging(run, tmp_path, "train.max_skipped=2")
+    message = r"step (\d): .* 3 attempts in a row, train\.max_skipped=2; lower optimizer\.lr=1e\+30"
+    with pytest.raises(RunError, match=message) as caught:
+        train(config)
+    lines = attempts(tmp_path / "high")
+    failed = int(re.search(message, str(caught.value))[1])
+    assert [line["step"] for line in lines] == [*range(1, failed), *[failed - 1] * 3]
+    assert [line["skipped"] for line in lines[-4:]] == [0, 1, 2, 3]
+    rows = config.train.batch_size
+    assert [line["position"] for line in lines] == [rows * i for i in range(1, len(lines) + 1)]
+    assert all(None in (line["loss"], line["grad_norm"]) for line in lines[-3:])
+    assert all(line["loss_scale"] is None for line in lines)
+
+
+def test_halt_on_nan_names_parameters_and_microbatches(run, tmp_path):
+    config = diverging(run, tmp_path, "train.halt_on_nan=true")
+    message = (
+        r"step \d: .*; not finite in micro-batch 1, 2 of 2: the gradient of .*blocks\.mlp\.down.*; "
+        r"train\.halt_on_nan=true"
+    )
+    with pytest.raises(RunError, match=message):
+        train(override(config, "train.microbatches=2"))
+    assert [line["skipped"] for line in attempts(tmp_path / "high")][-2:] == [0, 1]
+
+
+def test_f16_skips_until_the_scale_fits_and_resumes_bitwise(run, tmp_path):
     config = override(
         run.config,
-        *(f"run.dir={tmp_path}", "optimizer.lr=1e30", "optimizer.warmup=0"),
-        *("train.eval_every=0", "checkpoint.every=0"),
+        *(f"run.dir={tmp_path}", "precision.compute=f16", f"precision.first_scale={2.0**28}"),
+        *("train.eval_every=0", "checkpoint.every=0", "checkpoint.resume=auto"),
+        "optimizer.schedule=constant",
     )
-    with pytest.raises(RunError, match=r"step \d: loss .*lower optimizer\.lr=1e\+30") as caught:
+    train(override(config, "run.name=whole"))
+    whole = attempts(tmp_path / "whole")
+    skipped = whole[-1]["skipped"]
+    assert skipped > 3
+    assert len(whole) == config.train.steps + skipped
+    scales = [line["loss_scale"] for line in whole]
+    assert scales[: skipped + 1] == [2.0 ** (28 - i) for i in range(skipped + 1)]
+    assert {line["step"] for line in whole[:skipped]} == {0}
+    assert whole[-1]["loss"] < whole[skipped]["loss"]
+
+    for steps in (2, config.train.steps):
+        train(override(config, "run.name=parts", f"train.steps={steps}"))
+    parts = attempts(tmp_path / "parts")
+    timed = {"step_time", "tokens_per_second", "mfu"}
+    assert [{k: v for k, v in line.items() if k not in timed} for line in parts] == [
+        {k: v for k, v in line.items() if k not in timed} for line in whole
+    ]
+
+
+def test_a_scale_at_its_floor_ends_the_run(run, tmp_path):
+    config = diverging(run, tmp_path, "precision.compute=f16", "precision.first_scale=2")
+    message = r"step \d: .* loss scale 1, which is as low as it goes; lower optimizer\.lr=1e\+30"
+    with pytest.raises(RunError, match=message):
         train(config)
-    *_, last = (tmp_path / "eight" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(last)["step"] == int(str(caught.value).split()[1].rstrip(":"))
-    assert None in (json.loads(last)["loss"], json.loads(last)["grad_norm"])
+    assert [line["loss_scale"] for line in attempts(tmp_path / "high")][-2:] == [2.0, 1.0]
+
+
+def test_f16_has_its_own_way_to_halt(run):
+    with pytest.raises(ValueError, match="halt_on_nan=true would end the run at an ordinary over"):
+        override(run.config, "precision.compute=f16", "train.halt_on_nan=true")
 
 
 def test_mistakes_leave_no_run_folder(run, tmp_path):

@@ -32,9 +32,9 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-def opened(path, step=0, *, writes=True, required=True, said=None):
+def opened(path, step=0, position=0, *, writes=True, required=True, said=None):
     say = (lambda line: None) if said is None else said.append
-    return open_metrics(path, step, writes=writes, required=required, say=say)
+    return open_metrics(path, step, position, writes=writes, required=required, say=say)
 
 
 def write(path, *lines, step=0):
@@ -101,6 +101,13 @@ def test_opened_again_it_is_cut_behind_the_step_and_before_half_a_line(path, ste
     expected = [*LINES[:kept], {"step": step + 1}]
     assert metrics.history == expected
     assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+
+
+def test_opened_again_it_is_cut_behind_the_position_where_attempts_were_skipped(path):
+    lines = [{"step": 1, "position": p, "skipped": p - 1} for p in (1, 2, 3)]
+    write(path, *lines[:1], {"step": 1, "eval_loss": 2.5}, *lines[1:])
+    with opened(path, step=1, position=2) as metrics:
+        assert metrics.history == [lines[0], {"step": 1, "eval_loss": 2.5}, lines[1]]
 
 
 @pytest.mark.parametrize("damage", ['{"step": 2', "[]", '{"loss": 1.0}', "\x00\x00"])

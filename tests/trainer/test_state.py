@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,13 +111,19 @@ def test_abstract_state_has_the_shapes_and_dtypes_of_the_real_one(first):
         assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
 
 
-def test_next_advances_the_step_by_one_and_the_position_by_the_rows():
+def test_next_advances_the_position_always_and_the_step_with_what_is_finite():
     zero = jnp.zeros((), jnp.int32)
-    state = State(step=zero, position=zero, params="old", opt="old")
-    after = state.next("params", "opt", rows=32).next("new params", "new opt", rows=16)
-    assert (after.step.item(), after.position.item()) == (2, 48)
-    assert (after.params, after.opt) == ("new params", "new opt")
-    assert (state.step.item(), state.params) == (0, "old")
+    state = State(zero, zero, zero, params=1.0, opt={"count": 5}, loss_scale=None)
+
+    def plain(state):
+        return jax.tree.map(jnp.ndarray.item, state)
+
+    after = state.next(jnp.array(True), 2.0, {"count": 6}, "scale", rows=32)
+    assert plain(replace(after, loss_scale=None)) == State(1, 0, 32, 2.0, {"count": 6}, None)
+    assert after.loss_scale == "scale"
+    after = state.next(jnp.array(False), jnp.nan, {"count": 6}, "scale", rows=16)
+    assert plain(replace(after, loss_scale=None)) == State(0, 1, 16, 1.0, {"count": 5}, None)
+    assert after.loss_scale == "scale"
 
 
 def test_named_leaves_are_in_the_order_of_the_leaves(first):

@@ -173,6 +173,31 @@ def test_each_part_of_a_combined_collective_has_the_dtype_that_was_asked_for():
     assert essence(found) == [("all-reduce", ("tensor",), "bf16+f32", 96 + 96 + 48, 1)]
 
 
+def test_parts_of_different_scopes():
+    def step(x, y):
+        with jax.named_scope("attention"):
+            x = all_reduce(x, "tensor", layout())
+        with jax.named_scope("mlp"):
+            return x, all_reduce(y, "tensor", layout())
+
+    found = read(step, ones(8, 6, dtype=jnp.bfloat16), ones(4, 5, dtype=jnp.bfloat16))
+    assert essence(found) == [("all-reduce", ("tensor",), "bf16", 96 + 40, 1)]
+
+
+def test_the_nearest_of_two_scopes_counts():
+    """`attention/ppermute` ends as `ppermute` does, the scope of the other function's."""
+    permute = ring("tensor", 2)
+
+    def step(x, y):
+        return jax.jit(jax.named_scope("attention")(permute))(x), jax.jit(lambda y: permute(y))(y)
+
+    found = read(step, ones(8, 6, dtype=jnp.bfloat16), ones(8, 6))
+    assert {(c.dtype, c.sent, "attention" in c.scope) for c in found} == {
+        ("bf16", 96, True),
+        ("f32", 192, False),
+    }
+
+
 def test_what_the_partitioner_adds_keeps_its_own_dtype():
     """A gather of an f32 array in `jit`, of the size of a bf16 one in the shard_map."""
     sharding = jax.NamedSharding(layout().mesh, P("tensor"))
@@ -259,6 +284,16 @@ def test_bytes_of_dtypes(type_, sent):
     assert [c.sent for c in read_program(program, N8).collectives] == [sent]
 
 
+def test_a_condition_runs_once_more_than_its_body():
+    test = "%r = f32[8,4] all-reduce(%p), replica_groups={}, to_apply=%add"
+    text = entry("%p = f32[8,4] parameter(0)", test).replace("ENTRY %main", "%again") + entry(
+        "%p = f32[8,4] parameter(0)",
+        "%w = f32[8,4] while(%p), condition=%again, body=%again, "
+        'backend_config={"known_trip_count":{"n":"7"}}',
+    )
+    assert [c.times for c in read_program(text, N8).collectives] == [8, 7]
+
+
 def test_a_body_called_from_two_places_counts_in_both():
     text = dedent("""\
         %shared (q: f32[8]) -> f32[8] {
@@ -320,30 +355,34 @@ ENTRY %main.0_spmd (param.4: bf16[512,512]) -> bf16[512,512] {
 """
 
 
+START, STEP, END = (f"%constant.{name} = s32[]" for name in ("3.clone.1", "0.clone.1", "1.clone.1"))
+CARRIED = {"49, %constant.0.clone.1..sunk": "49, %get-tuple-element.56"}  # a step of 3
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "times"),
+    ("edits", "times"),
     [
-        ("", "", 6),
-        ("constant(6)", "constant(0)", 0),
-        ("constant.3.clone.1 = s32[] constant(0)", "constant.3.clone.1 = s32[] constant(-2)", 8),
-        # the step, and the end, out of what the loop carries
-        ("49, %constant.0.clone.1..sunk", "49, %get-tuple-element.56", 2),
-        (
-            "%constant.1.clone.1 = s32[] constant(6)",
-            "%constant.1.clone.1 = s32[] get-tuple-element(%wide.param.1), index=2",
-            3,
-        ),
-        # data, another test, a counter that stands still, an end that moves
-        ("%constant.3.clone.1 = s32[] constant(0)", "%constant.3.clone.1 = s32[] iota()", None),
-        ("direction=LT", "direction=NE", None),
-        ("tuple(%add.10,", "tuple(%get-tuple-element.49,", None),
-        ("constant(1)", "constant(0)", None),
-        ("%condition, body=%body", "%elsewhere, body=%body", None),
+        ({}, 6),
+        ({f"{END} constant(6)": f"{END} constant(0)"}, 0),
+        ({f"{START} constant(0)": f"{START} constant(-2)"}, 8),
+        (CARRIED, 2),
+        (CARRIED | {f"{END} constant(6)": f"{END} constant(7)"}, 3),
+        (CARRIED | {f"{STEP} constant(3)": f"{STEP} parameter(1)"}, None),
+        ({"%get-tuple-element.56)": "%add.10)"} | CARRIED, None),
+        ({f"{END} constant(6)": f"{END} get-tuple-element(%wide.param.1), index=2"}, 3),
+        ({f"{START} constant(0)": f"{START} parameter(1)"}, None),
+        ({"direction=LT": "direction=NE"}, None),
+        ({"tuple(%add.10,": "tuple(%get-tuple-element.49,"}, None),
+        ({"constant(1)": "constant(0)"}, None),
+        ({"%condition, body=%body": "%elsewhere, body=%body"}, None),
     ],
 )
-def test_trips_follow_from_the_condition(old, new, times):
-    assert old in LOOP
-    program = read_program(LOOP.replace(old, new) if old else LOOP, N8)
+def test_trips_follow_from_the_condition(edits, times):
+    text = LOOP
+    for old, new in edits.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    program = read_program(text, N8)
     assert program.unknown == ()
     (found,) = program.collectives
     assert essence([found]) == [("collective-permute", ("tensor",), "bf16", 2**19, times)]
@@ -499,6 +538,20 @@ def test_a_ragged_all_to_all_counts_its_rows_and_not_their_places():
     assert essence(found) == [("ragged-all-to-all", ("tensor",), "bf16", 3 * 2**18 // 4, 1)]
 
 
+def test_a_fused_collective_hides_nothing():
+    move = "%r = f32[8,4] all-reduce(%p), replica_groups={}, to_apply=%add"
+    text = entry("%p = f32[8,4] parameter(0)", move).replace("ENTRY %main", "%all-reduce-scatter")
+    text += entry(
+        "%p = f32[8,4] parameter(0)",
+        "%s = (f32[8,4], f32[8,4]) collective-permute-start(%p), source_target_pairs={{0,1}}",
+        "%f = f32[1,4] fusion(%p), kind=kCustom, calls=%all-reduce-scatter",
+        "%d = f32[8,4] collective-permute-done(%s)",
+    )
+    assert [c.overlapped for c in read_program(text, N8).collectives] == [False, False]
+    computing = text.replace("kCustom", "kOutput")
+    assert [c.overlapped for c in read_program(computing, N8).collectives] == [True, False]
+
+
 # --- GPU, and every platform's start and done ----------------------------------------------------
 
 START_AND_DONE = {
@@ -571,6 +624,7 @@ def test_an_asynchronous_computation(between):
         "%r = f32[8,4] all-reduce(%p), replica_groups=mesh['x'=8] {'y'}, to_apply=%add",
         "%r = f32[8,4] all-reduce(%p), replica_groups=mesh['x'=4] {'x'}, to_apply=%add",
         "%r = f32[8,4] all-reduce(%q), replica_groups={}, to_apply=%add",
+        "%r = (f32[8,4], f32[8]) all-reduce(%p, %q), replica_groups={}, to_apply=%add",
         "%r = f32[8,4] all-reduce(%p",
         "%r = f32[8,4] collective-permute(%p), source_target_pairs={{0,1},{1,8}}",
         "%r = f32[8,4] collective-permute(%p, %p), source_target_pairs={{0,1}}, slice_sizes={{4}}",

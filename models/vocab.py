@@ -54,8 +54,13 @@ def cross_entropy_share(
     hence 1/tensor of it.
     """
     rows = {"target": targets, "weight": weights}
-    chunk = max(SMALLEST_CHUNK, LOGITS_AT_ONCE // table.shape[0])
-    return fused_linear(x, table, rows, layout, partial(_score, layout=layout, loss=loss), chunk)
+    consume = partial(_score, layout=layout, loss=loss)
+    return fused_linear(x, table, rows, layout, consume, tokens_at_once(table.shape[0]))
+
+
+def tokens_at_once(columns: int) -> int:
+    """Tokens of a chunk whose logits have `columns` columns on a device."""
+    return max(SMALLEST_CHUNK, LOGITS_AT_ONCE // columns)
 
 
 def last_logits(

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from .collectives import all_reduce, reduce_scatter
-from .layout import Layout
+from .layout import Layout, entry_axes, spec_axes
 
 UNREDUCED_AXES = ("replica",)
 """Axes whose devices train apart (DiLoCo): their gradients never meet."""
@@ -26,7 +26,7 @@ def scatter_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout)
 
     def one(grad: jax.Array, in_spec: P, out_spec: P) -> jax.Array:
         for dim, entry in enumerate(out_spec):
-            new = tuple(axis for axis in _names(entry) if axis not in _axes(in_spec))
+            new = tuple(axis for axis in entry_axes(entry) if axis not in spec_axes(in_spec))
             grad = reduce_scatter(grad, new, dim, layout, layout.reduce)
         return grad
 
@@ -44,17 +44,8 @@ def reduce_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) 
     """
 
     def one(grad: jax.Array, spec: P) -> jax.Array:
-        done = (*_axes(spec), *UNREDUCED_AXES)
+        done = (*spec_axes(spec), *UNREDUCED_AXES)
         missing = tuple(axis for axis in layout.mesh.axis_names if axis not in done)
         return all_reduce(grad, missing, layout, layout.reduce)
 
     return jax.tree.map(one, scatter_gradients(grads, in_specs, out_specs, layout), out_specs)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec: None, a name or a tuple of names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _axes(spec: P) -> tuple[str, ...]:
-    return tuple(axis for entry in spec for axis in _names(entry))

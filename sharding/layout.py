@@ -112,6 +112,16 @@ def map_params(fn, tree: Any, *rest: Any, other=None) -> Any:
     return jax.tree.map(one, tree, *rest, is_leaf=is_param)
 
 
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """Mesh axes that a spec names, in its order."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a spec: None, a name or a tuple of names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def specs(tree: Any, spec_of) -> Any:
     """`spec_of(axes, stack)` for every Param of `tree`; plain leaves (counters) are replicated."""
     return map_params(

@@ -13,7 +13,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -116,13 +116,19 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    config = load(options.config, *options.overrides)
-    if not options.memory:
-        raise ConfigError("plan has one table so far; write meshwright plan CONFIG --memory")
-    from .plan import on_simulated_devices, plan_memory
+    from .target import prepare_target
 
-    print(plan_memory(_start(on_simulated_devices(config))))
-    return 0
+    config = load(options.config, *options.overrides)
+    config, devices = prepare_target(config, options.target)
+    from .memory import memory_table
+    from .plan import describe_plan, make_plan
+
+    if options.memory:
+        print(memory_table(config, devices))
+        return 0
+    plan = make_plan(config, devices)
+    print(json.dumps(asdict(plan), indent=2) if options.json else "\n".join(describe_plan(plan)))
+    return 1 if plan.memory.fits is False else 0
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -243,9 +249,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument(
         "--layouts", metavar="FILE", help="one layout a line, as key=value overrides of one device"
     )
-    plan = command(_plan, "what a config would cost on its mesh, on simulated devices")
+    plan = command(_plan, "compile the step: where every byte lies, what moves, whether it fits")
     plan.add_argument(
-        "--memory", action="store_true", help="what each policy of recomputation saves and costs"
+        "--target",
+        default="devices",
+        metavar="NAME",
+        help="devices: those here, or that the config simulates; cpu: as many simulated ones as "
+        "the config is meant for; else a TPU topology such as v5e:4x4, of which none is needed",
+    )
+    tables = plan.add_mutually_exclusive_group()
+    tables.add_argument("--json", action="store_true", help="the same as one JSON object")
+    tables.add_argument(
+        "--memory",
+        action="store_true",
+        help="instead, what each policy of recomputation saves and costs",
     )
     config = command(_config, "print the resolved config with each field's meaning", nargs="?")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")

@@ -51,7 +51,7 @@ from .state import (
     sharded_shapes,
     with_params,
 )
-from .step import make_eval_step, make_train_step
+from .step import make_eval_step, make_train_step, step_shapes
 from .stop import Agreement, Stopped, in_background, stop_on_signals, until_stopped
 from .summary import summarize
 
@@ -355,14 +355,14 @@ def check_skipped(run: Run, values: dict[str, Any], nonfinite: Any) -> None:
     loss scale could help, and at the first with train.halt_on_nan, naming what was `nonfinite`.
     """
     train, scale = run.config.train, values["loss_scale"]
+    step, loss, norm = values["step"] + 1, values["loss"], values["grad_norm"]
     what = (
-        f"step {values['step'] + 1}: loss {values['loss']}, gradient norm {values['grad_norm']}, "
-        f"at data position {values['position']}"
+        f"step {step}: loss {loss:g}, gradient norm {norm:g}, at data position {values['position']}"
     )
     if nonfinite is not None:
         raise RunError(f"{what}; {name_nonfinite(run.config, nonfinite)}; train.halt_on_nan=true")
     if scale is not None:
-        what += f", loss scale {scale:g}"
+        what += f", loss scale {scale:,.0f}"
     row = skipped_in_a_row(run.metrics.history)
     if scale == FLOOR:
         raise RunError(f"{what}, which is as low as it goes; {_calmer(run.config)}")
@@ -446,11 +446,8 @@ def train_batches(run: Run, position: int) -> Generator[Future[Batch], None, Non
 def compile_train_step(run: Run) -> Any:
     """The train step, compiled. Raises Stopped in the middle, where the run is alone."""
     run.reporter.say("compiling   the step")
-    train, layout = run.config.train, run.layout
-    sharding = layout.sharding(layout.batch_spec())
-    batch = batch_shapes(train.batch_size, train.microbatches, train.seq_len, sharding)
-    state = sharded_shapes(run.config, layout)
-    return _compile(run, make_train_step(run.config, layout), state, batch)
+    step = make_train_step(run.config, run.layout)
+    return _compile(run, step, *step_shapes(run.config, run.layout))
 
 
 def compile_eval_step(run: Run) -> Any:

@@ -1,214 +1,223 @@
-"""What a config needs, found out without running it: so far, what the policies of recomputation
-save and cost.
-
-Bytes by name and FLOPs are read off the traced program, temporary bytes off the compiled one; both
-on simulated devices, so any mesh can be planned for on a laptop.
+"""The systems map of a step, read off the compiled program: what each device holds, what it sends
+over which mesh axis beside what the formulas say, and whether it fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec as P
 
-from ..models.batch import Batch
-from ..models.config import RematConfig, Saved
-from ..models.dropout import Dropout, row_keys
-from ..models.transformer import Transformer, blocks, embed
-from ..sharding.layout import Layout, specs
+from ..sharding.hlo import Collective, read_program
+from ..sharding.layout import Layout, is_param, spec_axes
+from ..sharding.rules import RULES
 from .config import Config
-from .data.loader import batch_shapes
-from .load import ConfigError, override
-from .precision import DTYPES
-from .state import abstract_state, lay_out, sharded_shapes
-from .step import make_train_step
-
-POLICIES = ("none", "full", "selective", "offload")
-UNNAMED, BLOCK_INPUT = "without a name", "block.input"
+from .state import abstract_state, lay_out
+from .step import make_train_step, step_shapes
+from .target import device_memory
+from .traffic import step_traffic
 
 
-class Cost(NamedTuple):
-    """Of one device and one micro-batch, over all layers. saved: bytes kept for the backward pass,
-    by name. on_host: how many of them are offloaded. flops: of all matrix products, forward and
-    backward, those of hidden pairs of attention blocks too.
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device of the parameters of a role, of their optimizer state, or of the sums of
+    their gradients. formula: what ZeRO's table says (arXiv 1910.02054), tensor parallelism
+    included.
     """
 
-    saved: Counter[str]
-    on_host: int
-    flops: int
+    what: str
+    role: str
+    replicated: int
+    sharded: int
+    axes: tuple[str, ...]
+    formula: int
 
 
-def on_simulated_devices(config: Config) -> Config:
-    """`config` with as many simulated CPU devices as it is meant for. Raises ConfigError where it
-    does not say.
+@dataclass(frozen=True)
+class Moved:
+    """What one device sends in a step by one kind of collective over some mesh axes (None: not
+    those of the mesh). exposed: the part not overlapped with computation. formula: see traffic.py.
     """
-    sizes, stated = config.mesh.sizes(), config.device.stated_devices()
-    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
-    if open_axis and not stated:
-        raise ConfigError(
-            f"mesh.{open_axis}=-1: plan needs the number of devices; write device.count=N"
+
+    axes: tuple[str, ...] | None
+    kind: str
+    dtypes: tuple[str, ...]
+    times: int
+    sent: int
+    exposed: int
+    formula: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device. arguments: state and batch; the new state takes the old one's place.
+    limit: what the device has; None: not known, or the host's. fits: None where limit is.
+    """
+
+    arguments: int
+    temporaries: int
+    limit: int | None
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """unexplained: bytes sent beyond the formulas. unknown: lines of the program that look like
+    communication and were not understood.
+    """
+
+    name: str
+    mesh: dict[str, int]
+    device: str
+    zero: int
+    held: tuple[Held, ...]
+    moved: tuple[Moved, ...]
+    unexplained: int
+    unknown: tuple[str, ...]
+    memory: Memory
+
+
+class DoesNotFitError(RuntimeError):
+    """The compiler says that the step needs more memory than a device has."""
+
+
+def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
+    """Compile the config's train step for `devices`, which may be those of a topology nobody has
+    here, and read it. Raises DoesNotFitError where the compiler refuses for lack of memory.
+    """
+    layout = lay_out(config, devices)
+    kind = devices[0].device_kind
+    lowered = make_train_step(config, layout).lower(*step_shapes(config, layout))
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        line, *_ = str(error).splitlines()
+        told = re.search(r"(?i)\S*Used \S+ of \S+ hbm.*|HLO temporaries \(.*", line)
+        reason = told[0] if told else line
+        raise DoesNotFitError(f"the step does not fit a {kind}: {reason}") from None
+    # CPU sends bf16 as f32, in place of devices that would not
+    asked = lowered.as_text(debug_info=True) if devices[0].platform == "cpu" else None
+    program = read_program(compiled.as_text() or "", layout.mesh.shape, asked)
+    moved = tuple(movements(program.collectives, config, layout))
+    analysis: Any = compiled.memory_analysis()
+    arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+    limit = device_memory(devices[0])
+    return Plan(
+        name=config.run.name,
+        mesh={axis: size for axis, size in layout.mesh.shape.items() if size > 1},
+        device=kind,
+        zero=layout.zero,
+        held=tuple(holdings(config, layout)),
+        moved=moved,
+        unexplained=sum(max(0, row.sent - row.formula) for row in moved),
+        unknown=program.unknown,
+        memory=Memory(
+            arguments,
+            temporaries,
+            limit,
+            None if limit is None else arguments + temporaries <= limit,
+        ),
+    )
+
+
+def holdings(config: Config, layout: Layout) -> Iterator[Held]:
+    """What a device holds at rest, and of gradients while a step runs, by the parameters' role."""
+    state = abstract_state(config)
+    zero_axes = config.layout.rules.get("embed", RULES["embed"])
+    for what, tree, spec_of, stage in (
+        ("parameters", state.params, layout.param_spec, 3),
+        ("optimizer state", state.opt, layout.state_spec, 1),
+        ("gradient sums", state.params, layout.accumulator_spec, 2),
+    ):
+        shards = layout.size(zero_axes) if layout.zero >= stage else 1
+        rows: dict[str, list[tuple[int, tuple[str, ...], float]]] = defaultdict(list)
+        for param in filter(is_param, jax.tree.leaves(tree, is_leaf=is_param)):
+            for leaf in jax.tree.leaves(param):
+                axes = spec_axes(spec_of(param.axes, leaf.ndim - len(param.axes)))
+                size = math.prod(leaf.shape) * leaf.dtype.itemsize
+                split = [axis for axis in axes if axis not in zero_axes]
+                formula = size / layout.size(split) / shards
+                rows[param.role].append((size // layout.size(axes), axes, formula))
+        for role, held in rows.items():
+            cut = {axis for _, axes, _ in held for axis in axes if layout.size(axis) > 1}
+            whole = sum(size for size, axes, _ in held if layout.size(axes) == 1)
+            yield Held(
+                what=what,
+                role=role,
+                replicated=whole,
+                sharded=sum(size for size, _, _ in held) - whole,
+                axes=tuple(axis for axis in layout.mesh.axis_names if axis in cut),
+                formula=math.ceil(sum(formula for _, _, formula in held)),
+            )
+
+
+def movements(collectives: Sequence[Collective], config: Config, layout: Layout) -> Iterator[Moved]:
+    """One row for each kind of collective over the same mesh axes, compiled or expected."""
+    expected = step_traffic(config, layout)
+    keys = dict.fromkeys(
+        [(traffic.axes, traffic.kind) for traffic in expected]
+        + [(found.axes, found.kind) for found in collectives]
+    )
+    for axes, kind in sorted(keys, key=lambda key: (str(key[0]), key[1])):
+        found = [each for each in collectives if (each.axes, each.kind) == (axes, kind)]
+        known = [each for each in expected if (each.axes, each.kind) == (axes, kind)]
+        yield Moved(
+            axes=axes,
+            kind=kind,
+            dtypes=tuple(sorted({dtype for each in found for dtype in each.dtype.split("+")})),
+            times=sum(each.times or 1 for each in found),
+            sent=sum(each.sent * (each.times or 1) for each in found),
+            exposed=sum(each.sent * (each.times or 1) for each in found if not each.overlapped),
+            formula=round(sum(each.sent for each in known)),
+            why=tuple(dict.fromkeys(each.what for each in known)),
         )
-    count = math.prod(stated.values() if stated else sizes.values())
-    alone = "device.coordinator=null", "device.process_id=null", "device.process_count=1"
-    simulated = "device.platform=cpu", f"device.cpu_devices={count}", f"device.count={count}"
-    return override(config, *alone, *simulated)
 
 
-def plan_memory(config: Config) -> str:
-    """A table with a column for each policy; the config's own has its remat.names and remat.every.
-
-    Compiles the step once for each.
-    """
-    layout, layers = lay_out(config), config.model.layers
-    configs = [
-        config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
-        for name in POLICIES
-    ]
-    costs = [block_costs(config, layout) for config in configs]
-    names = (*get_args(Saved), UNNAMED)
-    rows: dict[str, Sequence[float]] = {
-        name: [cost.saved[name] / layers for cost in costs] for name in names
-    }
-    rows |= {
-        "saved, per layer": [cost.saved.total() / layers for cost in costs],
-        "of it on the host": [cost.on_host / layers for cost in costs],
-        "FLOPs again, per layer": [(cost.flops - costs[0].flops) / layers for cost in costs],
-        "temporary, the step": [temporary_bytes(config, layout) for config in configs],
-    }
-    mesh = " · ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1)
-    own = ", ".join(f"{key}={value}" for key, value in vars(config.remat).items() if value)
-    return "\n".join(
-        [
-            f"bytes per device of {mesh or 'one device'}, one of {config.train.microbatches} "
-            f"micro-batch(es); remat {own}",
-            f"{'':24}" + "".join(f"{policy:>16}" for policy in POLICIES),
-            *(
-                f"{name:24}" + "".join(f"{round(value):>16,}" for value in values)
-                for name, values in rows.items()
-            ),
-        ]
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """The map as lines of text."""
+    mesh = " · ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
+    devices = math.prod(plan.mesh.values())
+    yield f"{plan.name}: {mesh}, zero {plan.zero}, on {devices} × {plan.device}"
+    yield ""
+    yield f"{'bytes held by a device':<30}{'replicated':>16}{'sharded':>16}{'formula':>16}  over"
+    for held in plan.held:
+        yield (
+            f"{f'{held.what}, {held.role}':<30}{held.replicated:>16,}{held.sharded:>16,}"
+            f"{held.formula:>16,}  {' · '.join(held.axes)}"
+        )
+    yield ""
+    yield (
+        f"{'bytes sent by a device in a step':<36}{'times':>7}{'sent':>16}{'formula':>16}"
+        f"{'exposed':>16}  for"
     )
-
-
-def block_costs(config: Config, layout: Layout) -> Cost:
-    """What the blocks of the config cost, traced with the shapes that a device sees."""
-    params, dtype = abstract_state(config).params, DTYPES[config.precision.compute]
-    traced: list[ClosedJaxpr] = []
-
-    def trace(params: Transformer, batch: Batch) -> None:
-        batch = jax.tree.map(lambda a: a[0], batch)
-        rows = row_keys(config.run.seed, jnp.arange(len(batch.tokens)))
-        dropout = Dropout(config.train.dropout, rows) if config.train.dropout else None
-        x = jax.eval_shape(lambda: embed(params, batch, layout, dtype))
-
-        def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
-            def forward(params: Transformer, x: jax.Array) -> jax.Array:
-                return blocks(params, x, batch, layout, config.model, config.remat, dropout)
-
-            x, backward = jax.vjp(forward, params, x)
-            return backward(x)
-
-        traced.append(jax.make_jaxpr(forward_and_backward)(params, x))
-
-    in_specs = specs(params, layout.param_spec), layout.batch_spec()
-    jax.eval_shape(
-        jax.shard_map(trace, mesh=layout.mesh, in_specs=in_specs, out_specs=P(), check_vma=False),
-        params,
-        batch_of(config, layout),
+    for moved in plan.moved:
+        axes = "no axes of the mesh" if moved.axes is None else " · ".join(moved.axes)
+        name = f"{axes}: {moved.kind} {' '.join(moved.dtypes)}"
+        yield (
+            f"{name:<36}{moved.times:>7,}{moved.sent:>16,}{moved.formula:>16,}{moved.exposed:>16,}"
+            f"  {', '.join(moved.why)}"
+        )
+    yield f"{'unexplained':<36}{'':7}{plan.unexplained:>16,}"
+    for line in plan.unknown:
+        yield f"not understood: {line}"
+    yield ""
+    memory = plan.memory
+    total = memory.arguments + memory.temporaries
+    yield (
+        f"memory of a device: {memory.arguments:,} bytes of arguments + {memory.temporaries:,} "
+        f"temporary = {total:,}"
     )
-    jaxpr = traced[0].jaxpr
-    saved, on_host = saved_bytes(jaxpr)
-    return Cost(saved, on_host, matrix_flops(jaxpr))
-
-
-def temporary_bytes(config: Config, layout: Layout) -> int:
-    """Of the compiled train step on one device, which here counts host memory in."""
-    shapes = sharded_shapes(config, layout), batch_of(config, layout)
-    options: Any = {"xla_backend_optimization_level": 0}  # of machine code: buffers stay the same
-    compiled = make_train_step(config, layout).lower(*shapes).compile(options)
-    memory: Any = compiled.memory_analysis()
-    return memory.temp_size_in_bytes
-
-
-def batch_of(config: Config, layout: Layout) -> Batch:
-    train = config.train
-    sharding = layout.sharding(layout.batch_spec())
-    return batch_shapes(train.batch_size, train.microbatches, train.seq_len, sharding)
-
-
-def saved_bytes(jaxpr: Jaxpr) -> tuple[Counter[str], int]:
-    """Bytes by name, and how many of them on the host, that the first scan of `jaxpr`, the one over
-    layers, stacks up.
-    """
-    scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    (body,) = inner_programs(scan)
-    saved, on_host = Counter(), 0
-    for index, stack in enumerate(scan.outvars):
-        if not is_carried(scan, index):
-            aval: Any = stack.aval
-            size = math.prod(aval.shape) * aval.dtype.itemsize
-            name, offloaded = origin(body, body.outvars[index])
-            saved[name] += size
-            on_host += size if offloaded else 0
-    return saved, on_host
-
-
-def is_carried(scan: JaxprEqn, index: int) -> bool:
-    """Whether result `index` of a scan is what it carries; the others are stacks of its body's."""
-    (body,) = inner_programs(scan)
-    one: Any = body.outvars[index].aval
-    result: Any = scan.outvars[index].aval
-    return one.shape == result.shape
-
-
-def origin(program: Jaxpr, var: Any) -> tuple[str, bool]:
-    """The name of what a layer saves, and whether it was moved to the host."""
-    eqn = next((eqn for eqn in program.eqns if var in eqn.outvars), None)
-    if eqn is None:
-        return BLOCK_INPUT, False
-    index, kind = eqn.outvars.index(var), eqn.primitive.name
-    if kind == "name":
-        return eqn.params["name"], False
-    if kind in ("device_put", "reduce_precision"):  # how JAX saves, to the host and at all
-        name, offloaded = origin(program, eqn.invars[index])
-        return name, offloaded or kind == "device_put"
-    if kind == "scan" and is_carried(eqn, index):  # from the first layers of a group to its last
-        return BLOCK_INPUT, False
-    inner = inner_programs(eqn)
-    return origin(inner[0], inner[0].outvars[index]) if len(inner) == 1 else (UNNAMED, False)
-
-
-def matrix_flops(program: Jaxpr) -> int:
-    """2 FLOPs for each multiplication and addition of every matrix product that `program` runs; of
-    the branches of a condition, the dearest.
-    """
-    total = 0
-    for eqn in program.eqns:
-        inner = [matrix_flops(body) for body in inner_programs(eqn)]
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            left: Any = eqn.invars[0].aval
-            out: Any = eqn.outvars[0].aval
-            total += 2 * math.prod(out.shape) * math.prod(left.shape[dim] for dim in contracted)
-        elif eqn.primitive.name == "cond":
-            total += max(inner)
-        else:
-            total += sum(inner) * eqn.params.get("length", 1)
-    return total
-
-
-def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Bodies and branches of one instruction."""
-    params = jax.tree.leaves(eqn.params, is_leaf=lambda a: isinstance(a, ClosedJaxpr | Jaxpr))
-    return [
-        a.jaxpr if isinstance(a, ClosedJaxpr) else a
-        for a in params
-        if isinstance(a, ClosedJaxpr | Jaxpr)
-    ]
+    if memory.limit is None:
+        yield "the device is this machine's CPU: nothing to compare that with"
+    elif memory.fits:
+        yield f"fits in {memory.limit:,}: {1 - total / memory.limit:.0%} is left"
+    else:
+        yield f"does not fit in {memory.limit:,}: {total - memory.limit:,} too many"

@@ -22,10 +22,11 @@ from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
 from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients, scatter_gradients
 from ..sharding.layout import Layout, specs
 from .config import Config
+from .data.loader import batch_shapes
 from .optimizer import make_optimizer
 from .precision import DTYPES, next_scale
 from .schedule import learning_rate
-from .state import State, abstract_state, state_shardings
+from .state import State, abstract_state, sharded_shapes, state_shardings
 
 
 def make_train_step(config: Config, layout: Layout):
@@ -64,6 +65,14 @@ def make_train_step(config: Config, layout: Layout):
         out_shardings=(shardings, layout.sharding(P())),
         donate_argnums=0,
     )
+
+
+def step_shapes(config: Config, layout: Layout) -> tuple[State, Batch]:
+    """Shapes and shardings of the state and the batch that the train step is compiled for."""
+    train = config.train
+    sharding = layout.sharding(layout.batch_spec())
+    batch = batch_shapes(train.batch_size, train.microbatches, train.seq_len, sharding)
+    return sharded_shapes(config, layout), batch
 
 
 def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from meshwright.trainer.load import override
-from meshwright.trainer.plan import batch_of
 from meshwright.trainer.state import abstract_state, lay_out, state_shardings
-from meshwright.trainer.step import make_eval_step, make_train_step
+from meshwright.trainer.step import make_eval_step, make_train_step, step_shapes
 from meshwright.trainer.verify import synthetic_batch
 from runs import (
     SGD,
@@ -91,7 +90,7 @@ def test_a_run_goes_on_with_its_masks_on_another_mesh():
 def lowered(make, *overrides, dropout):
     config = override(make_config(*SMALL), *overrides, f"train.dropout={dropout}")
     layout = lay_out(config, jax.devices()[:1])
-    state, batch = abstract_state(config), batch_of(config, layout)
+    state, batch = abstract_state(config), step_shapes(config, layout)[1]
     shapes = (state if make is make_train_step else state.params), batch
     return make(config, layout).lower(*shapes).as_text()
 

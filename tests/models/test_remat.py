@@ -8,9 +8,8 @@ import pytest
 
 from meshwright.models.config import Saved
 from meshwright.trainer.load import override
-from meshwright.trainer.plan import batch_of
 from meshwright.trainer.state import abstract_state, lay_out
-from meshwright.trainer.step import make_train_step
+from meshwright.trainer.step import make_train_step, step_shapes
 from runs import SMALL, make_config
 
 
@@ -19,7 +18,7 @@ def lowered(*overrides: str) -> str:
     config = make_config(*SMALL, *overrides)
     layout = lay_out(config, jax.devices()[:1])
     step = make_train_step(config, layout)
-    return step.lower(abstract_state(config), batch_of(config, layout)).as_text()
+    return step.lower(abstract_state(config), step_shapes(config, layout)[1]).as_text()
 
 
 def products(*overrides: str) -> int:

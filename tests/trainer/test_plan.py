@@ -1,140 +1,199 @@
-"""The memory table: bytes by name and FLOPs against formulas, temporary bytes of compiled steps."""
+"""Contracts: what each layout sends and holds, read off compiled steps, is what the tables say."""
 
 from __future__ import annotations
 
-from typing import get_args
+import json
+from collections import Counter
 
+import jax
 import pytest
 
-from meshwright.models.config import Saved
+from meshwright.trainer import plan as plans
 from meshwright.trainer.cli import main
-from meshwright.trainer.config import Config
-from meshwright.trainer.load import load, override
-from meshwright.trainer.plan import (
-    UNNAMED,
-    block_costs,
-    on_simulated_devices,
-    plan_memory,
-    temporary_bytes,
-)
-from meshwright.trainer.state import lay_out
+from meshwright.trainer.load import load, override, to_yaml
+from meshwright.trainer.plan import make_plan
+from meshwright.trainer.target import on_simulated_devices
+from runs import SMALL, first_devices, make_config
 
-ROWS, TOKENS, D, HEADS, KV, SIZE, FF, LAYERS = 4, 16, 16, 4, 2, 4, 24, 2
-"""Of the session's small config on data=2 · fsdp=2 · tensor=2: rows, heads, hidden of a device are
-a quarter, a half and a half."""
+BLOCKS, TABLES, NORMS = 2 * (16 * 32 + 16 * 16 + 3 * 16 * 24), 2 * 384 * 16, 5 * 16
+"""Elements of SMALL: q and o, k and v, gate, up and down of two layers; vocabulary; norm scales."""
 
-STREAM = ROWS * TOKENS * D * 4 // 2  # bytes of an activation that tensor cuts
-BYTES = {
-    "block.input": STREAM,
-    "attention.norm": STREAM,
-    "attention.qkv": STREAM + 2 * STREAM * KV // HEADS,
-    "attention.context": STREAM,
-    "attention.logsumexp": STREAM // SIZE,
-    "attention.out": STREAM,
-    "mlp.norm": STREAM,
-    "mlp.gate_up": 2 * STREAM * FF // D,
-    "mlp.hidden": STREAM * FF // D,
+PSI, LEAVES = BLOCKS + TABLES, 9
+STREAM = 16 * 16 * 16 * 4
+"""Bytes of the whole batch's residual stream."""
+
+TOKENS = 16 * 16
+
+
+def all_reduce(n, size):
+    return 2 * (size - 1) / size * n
+
+
+def one_way(n, size):
+    """All-gather, reduce-scatter."""
+    return (size - 1) / size * n
+
+
+CONTRACTS = {
+    # gradients once, the number of targets, the loss
+    "mesh.data=8 train.microbatches=2": {
+        "data all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 8),
+    },
+    "mesh.fsdp=8 layout.zero=0": {
+        "fsdp all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 8),
+    },
+    "mesh.fsdp=8 layout.zero=1 train.microbatches=2": {
+        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp reduce-scatter": one_way(4 * PSI, 8),
+        "fsdp all-gather": one_way(4 * PSI, 8),
+    },
+    "mesh.fsdp=8 layout.zero=2 train.microbatches=2": {
+        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp reduce-scatter": one_way(2 * 4 * PSI, 8),
+        "fsdp all-gather": one_way(4 * PSI, 8),
+    },
+    # blocks forward and backward; XLA gathers the tables once for all micro-batches
+    "mesh.fsdp=8 train.microbatches=2": {
+        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp reduce-scatter": one_way(2 * 4 * PSI, 8),
+        "fsdp all-gather": one_way(4 * (2 * 2 * BLOCKS + TABLES), 8),
+    },
+    "mesh.fsdp=8 remat.policy=full": {
+        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp reduce-scatter": one_way(4 * PSI, 8),
+        "fsdp all-gather": one_way(4 * (2 * BLOCKS + TABLES), 8),
+    },
+    # the slow axis moves a quarter
+    "mesh.data=2 mesh.fsdp=4": {
+        "data all-reduce": all_reduce(4 * PSI // 4, 2),
+        "data fsdp all-reduce": all_reduce(4 * NORMS + 8, 8),
+        "fsdp all-reduce": all_reduce(4 * LEAVES, 4),
+        "fsdp reduce-scatter": one_way(4 * PSI, 4),
+        "fsdp all-gather": one_way(4 * (2 * BLOCKS + TABLES), 4),
+    },
+    # two exits a layer and the embedding's, forward and backward; three numbers a token; norms of
+    # whole scales are shares without sequence parallelism too
+    "mesh.tensor=2 layout.sequence_parallel=false": {
+        "tensor all-reduce": all_reduce(10 * STREAM + 12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 2),
+    },
+    "mesh.tensor=2": {
+        "tensor all-gather": one_way((2 * 6 + 2) * STREAM, 2),
+        "tensor reduce-scatter": one_way((2 * 4 + 2) * STREAM, 2),
+        "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 2),
+    },
 }
-CORE = 2 * 2 * ROWS * TOKENS * TOKENS * (HEADS // 2) * SIZE
-LINEAR = 2 * ROWS * TOKENS * D * (2 * HEADS * SIZE + 2 * KV * SIZE + 2 * FF) // 2
 
 
-def cost(config: Config, *overrides: str):
-    config = override(config, *overrides)
-    return block_costs(config, lay_out(config))
+def plan_of(*overrides: str):
+    config = make_config(*SMALL, "optimizer.name=adamw", *overrides)
+    return config, make_plan(config, first_devices(config))
 
 
-@pytest.fixture(scope="module")
-def plain(small_config):
-    return cost(small_config)
+@pytest.mark.parametrize("layout", CONTRACTS)
+def test_a_layout_sends_what_its_contract_says(layout):
+    _, plan = plan_of(*layout.split())
+    found = {f"{' '.join(row.axes)} {row.kind}": row.sent for row in plan.moved}
+    assert found == CONTRACTS[layout]
+    assert (plan.unexplained, plan.unknown) == (0, ())
+    assert all(row.exposed == row.sent for row in plan.moved)  # CPU waits for each
+    for row in plan.moved:  # only the tables of further micro-batches are cheaper than the formula
+        saved = one_way(4 * TABLES, 8) if "mesh.fsdp=8 train.micro" in layout else 0
+        assert row.formula - row.sent == (saved if row.kind == "all-gather" else 0)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "saved", "again"),
-    [
-        (("remat.policy=full",), ["block.input"], CORE + LINEAR),
-        (
-            ("remat.policy=selective",),
-            set(BYTES) - {"attention.context", "attention.logsumexp"},
-            CORE,
-        ),
-        (("remat.policy=offload",), set(BYTES), 0),
-        (
-            ("remat.policy=selective", "remat.names=[attention.qkv]", "train.dropout=0.1"),
-            ["block.input", "attention.qkv"],
-            CORE + LINEAR - 2 * ROWS * TOKENS * D * (HEADS + 2 * KV) * SIZE // 2,
-        ),
-    ],
-)
-def test_bytes_by_name_and_flops_are_the_formulas(small_config, plain, overrides, saved, again):
-    found = cost(small_config, *overrides)
-    assert found.saved == {name: LAYERS * BYTES[name] for name in saved}
-    assert found.on_host == (found.saved.total() if "remat.policy=offload" in overrides else 0)
-    assert found.flops - plain.flops == LAYERS * again
-
-
-def test_every_name_of_the_config_is_one_of_the_model():
-    assert set(get_args(Saved)) == set(BYTES)
-
-
-def test_half_of_the_layers_recomputed_saves_half(small_config, plain):
-    full, half = (
-        cost(small_config, "remat.policy=full", f"remat.every={every}") for every in (1, 2)
-    )
-    assert half.saved.total() == (plain.saved.total() + full.saved.total()) / 2
-    assert half.flops - plain.flops == (full.flops - plain.flops) / 2
-    assert half.saved["mlp.hidden"] == BYTES["mlp.hidden"]
-
-
-def test_without_a_policy_more_is_saved_than_has_a_name(plain):
-    assert plain.saved[UNNAMED] > sum(BYTES.values())
-
-
-def test_dropout_saves_keys_and_no_masks(small_config, plain):
-    dropped = cost(small_config, "train.dropout=0.1")
-    assert dropped.saved.total() - plain.saved.total() == LAYERS * 2 * ROWS * 8
-
-
-def rows(table: str) -> dict[str, list[int]]:
-    lines = table.splitlines()[2:]
-    return {
-        line[:24].strip(): [int(a.replace(",", "")) for a in line[24:].split()] for line in lines
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_at_rest_are_those_of_the_table(zero):
+    config, plan = plan_of("mesh.fsdp=8", f"layout.zero={zero}")
+    found = Counter()
+    for held in plan.held:
+        found[held.what, "cut" if held.role in ("embedding", "matrix") else "whole"] += (
+            held.replicated + held.sharded
+        )
+        assert held.role == "norm" or held.replicated + held.sharded == held.formula
+    whole = {stage: PSI // (8 if zero >= stage else 1) for stage in (1, 2, 3)}
+    assert found == {
+        ("parameters", "cut"): 4 * whole[3],
+        ("optimizer state", "cut"): 8 * whole[1],
+        ("gradient sums", "cut"): 4 * whole[2],
+        ("parameters", "whole"): 4 * NORMS,
+        ("optimizer state", "whole"): 8 * NORMS,
+        ("gradient sums", "whole"): 4 * NORMS,
     }
+    batch, counters = 5 * 4 * TOKENS // 8, 4 * 4
+    at_rest = sum(size for (what, _), size in found.items() if what != "gradient sums")
+    assert plan.memory.arguments == at_rest + batch + counters
 
 
-def test_the_table_and_the_temporary_bytes_of_16_layers(small_config):
-    config = override(small_config, "model.layers=16", "remat.policy=full", "remat.every=4")
-    table = plan_memory(config)
-    title, policies, *_ = table.splitlines()
-    assert title.startswith("bytes per device of data=2 · fsdp=2 · tensor=2, ")
-    assert title.endswith("remat policy=full, every=4")
-    assert policies.split() == ["none", "full", "selective", "offload"]
-    found = rows(table)
-    assert list(found) == [
-        *get_args(Saved),
-        UNNAMED,
-        "saved, per layer",
-        "of it on the host",
-        "FLOPs again, per layer",
-        "temporary, the step",
-    ]
-    none, quarter, selective, offload = found["saved, per layer"]
-    assert quarter == round((3 * none + STREAM) / 4)
-    assert found["of it on the host"] == [0, 0, 0, offload]
-    none, quarter, selective, _ = found["temporary, the step"]
-    full = temporary_bytes(override(config, "remat.every=1"), lay_out(config))
-    assert none > quarter > full and none > selective > full
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_zero_3_keeps_no_gathered_weight_for_the_backward_pass(policy):
+    """Of sixteen more layers, whose weights are much larger than activations, temporary bytes hold
+    the gradients of the shards several times over, but no layer's gathered weights once.
+    """
+    weights = "model.d_model=64", "model.d_ff=512", "train.seq_len=4", "train.batch_size=8"
+    one_layer = 4 * (2 * 64 * 16 + 2 * 64 * 8 + 3 * 64 * 512)
+
+    def temporaries(layers):
+        shape = (*weights, "model.head_dim=4", f"remat.policy={policy}")
+        _, plan = plan_of("mesh.fsdp=8", *shape, f"model.layers={layers}")
+        return plan.memory.temporaries
+
+    grown = (temporaries(20) - temporaries(4)) / 16
+    assert one_layer / 8 < grown < one_layer / 2
 
 
-def test_plan_simulates_the_mesh_that_is_meant():
+def test_the_command_prints_the_map_and_the_same_as_json(small_config, tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text(to_yaml(small_config))
+    assert main(["plan", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "data=2 · fsdp=2 · tensor=2, zero 3, on 8 × cpu" in text
+    assert "not understood" not in text
+    assert main(["plan", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert plan["unexplained"] == 0
+    assert plan["memory"]["fits"] is None
+    for row in plan["moved"]:
+        assert f"{row['sent']:,}" in text
+
+
+def test_a_step_that_does_not_fit_says_by_how_much(small_config, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "small.yaml"
+    path.write_text(to_yaml(override(small_config, "model.layers=1")))
+    monkeypatch.setattr(plans, "device_memory", lambda device: 1000)
+    assert main(["plan", str(path)]) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("does not fit in 1,000: ") and last.endswith(" too many")
+
+
+def test_what_the_compiler_refuses_is_one_line(small_config, monkeypatch):
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+                "space hbm. Used 20.10G of 15.75G hbm. Exceeded hbm capacity by 4.35G.\n\nTotal"
+            )
+
+    class Step:
+        lower = staticmethod(lambda *shapes: Lowered())
+
+    monkeypatch.setattr(plans, "make_train_step", lambda *_: Step)
+    with pytest.raises(plans.DoesNotFitError) as caught:
+        make_plan(small_config, jax.devices())
+    assert str(caught.value) == (
+        "the step does not fit a cpu: Used 20.10G of 15.75G hbm. Exceeded hbm capacity by 4.35G"
+    )
+
+
+def test_an_unknown_target_is_one_line(capsys):
+    assert main(["plan", "tiny", "--target", "nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("meshwright: --target nowhere")
+
+
+def test_the_target_cpu_simulates_the_mesh_that_is_meant():
     pod = load("llama3-8b", "mesh.fsdp=4")
     assert on_simulated_devices(pod).device.cpu_devices == 16
     assert on_simulated_devices(load("llama3-8b", "device.count=64")).device.cpu_devices == 64
     with pytest.raises(ValueError, match=r"^mesh.fsdp=-1: plan needs the number of devices"):
         on_simulated_devices(load("llama3-8b"))
-
-
-def test_plan_without_a_table_is_refused(capsys):
-    assert main(["plan", "tiny"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "meshwright: plan has one table so far; write meshwright plan CONFIG --memory"

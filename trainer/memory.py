@@ -1,0 +1,187 @@
+"""What the policies of recomputation save and cost: bytes by name and FLOPs read off the traced
+program, temporary bytes off the compiled one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from ..models.batch import Batch
+from ..models.config import RematConfig, Saved
+from ..models.dropout import Dropout, row_keys
+from ..models.transformer import Transformer, blocks, embed
+from ..sharding.layout import Layout, specs
+from .config import Config
+from .precision import DTYPES
+from .state import abstract_state, lay_out
+from .step import make_train_step, step_shapes
+
+POLICIES = ("none", "full", "selective", "offload")
+UNNAMED, BLOCK_INPUT = "without a name", "block.input"
+
+
+class Cost(NamedTuple):
+    """Of one device and one micro-batch, over all layers. saved: bytes kept for the backward pass,
+    by name. on_host: how many of them are offloaded. flops: of all matrix products, forward and
+    backward, those of hidden pairs of attention blocks too.
+    """
+
+    saved: Counter[str]
+    on_host: int
+    flops: int
+
+
+def memory_table(config: Config, devices: Sequence[Any]) -> str:
+    """A table with a column for each policy; the config's own has its remat.names and remat.every.
+
+    Compiles the step once for each.
+    """
+    layout, layers = lay_out(config, devices), config.model.layers
+    configs = [
+        config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
+        for name in POLICIES
+    ]
+    costs = [block_costs(config, layout) for config in configs]
+    names = (*get_args(Saved), UNNAMED)
+    rows: dict[str, Sequence[float]] = {
+        name: [cost.saved[name] / layers for cost in costs] for name in names
+    }
+    rows |= {
+        "saved, per layer": [cost.saved.total() / layers for cost in costs],
+        "of it on the host": [cost.on_host / layers for cost in costs],
+        "FLOPs again, per layer": [(cost.flops - costs[0].flops) / layers for cost in costs],
+        "temporary, the step": [temporary_bytes(config, layout) for config in configs],
+    }
+    mesh = " · ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1)
+    own = ", ".join(f"{key}={value}" for key, value in vars(config.remat).items() if value)
+    return "\n".join(
+        [
+            f"bytes per device of {mesh or 'one device'}, one of {config.train.microbatches} "
+            f"micro-batch(es); remat {own}",
+            f"{'':24}" + "".join(f"{policy:>16}" for policy in POLICIES),
+            *(
+                f"{name:24}" + "".join(f"{round(value):>16,}" for value in values)
+                for name, values in rows.items()
+            ),
+        ]
+    )
+
+
+def block_costs(config: Config, layout: Layout) -> Cost:
+    """What the blocks of the config cost, traced with the shapes that a device sees."""
+    params, dtype = abstract_state(config).params, DTYPES[config.precision.compute]
+    traced: list[ClosedJaxpr] = []
+
+    def trace(params: Transformer, batch: Batch) -> None:
+        batch = jax.tree.map(lambda a: a[0], batch)
+        rows = row_keys(config.run.seed, jnp.arange(len(batch.tokens)))
+        dropout = Dropout(config.train.dropout, rows) if config.train.dropout else None
+        x = jax.eval_shape(lambda: embed(params, batch, layout, dtype))
+
+        def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
+            def forward(params: Transformer, x: jax.Array) -> jax.Array:
+                return blocks(params, x, batch, layout, config.model, config.remat, dropout)
+
+            x, backward = jax.vjp(forward, params, x)
+            return backward(x)
+
+        traced.append(jax.make_jaxpr(forward_and_backward)(params, x))
+
+    in_specs = specs(params, layout.param_spec), layout.batch_spec()
+    jax.eval_shape(
+        jax.shard_map(trace, mesh=layout.mesh, in_specs=in_specs, out_specs=P(), check_vma=False),
+        params,
+        step_shapes(config, layout)[1],
+    )
+    jaxpr = traced[0].jaxpr
+    saved, on_host = saved_bytes(jaxpr)
+    return Cost(saved, on_host, matrix_flops(jaxpr))
+
+
+def temporary_bytes(config: Config, layout: Layout) -> int:
+    """Of the compiled train step on one device, which here counts host memory in."""
+    shapes = step_shapes(config, layout)
+    options: Any = {"xla_backend_optimization_level": 0}  # of machine code: buffers stay the same
+    compiled = make_train_step(config, layout).lower(*shapes).compile(options)
+    memory: Any = compiled.memory_analysis()
+    return memory.temp_size_in_bytes
+
+
+def saved_bytes(jaxpr: Jaxpr) -> tuple[Counter[str], int]:
+    """Bytes by name, and how many of them on the host, that the first scan of `jaxpr`, the one over
+    layers, stacks up.
+    """
+    scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    (body,) = inner_programs(scan)
+    saved, on_host = Counter(), 0
+    for index, stack in enumerate(scan.outvars):
+        if not is_carried(scan, index):
+            aval: Any = stack.aval
+            size = math.prod(aval.shape) * aval.dtype.itemsize
+            name, offloaded = origin(body, body.outvars[index])
+            saved[name] += size
+            on_host += size if offloaded else 0
+    return saved, on_host
+
+
+def is_carried(scan: JaxprEqn, index: int) -> bool:
+    """Whether result `index` of a scan is what it carries; the others are stacks of its body's."""
+    (body,) = inner_programs(scan)
+    one: Any = body.outvars[index].aval
+    result: Any = scan.outvars[index].aval
+    return one.shape == result.shape
+
+
+def origin(program: Jaxpr, var: Any) -> tuple[str, bool]:
+    """The name of what a layer saves, and whether it was moved to the host."""
+    eqn = next((eqn for eqn in program.eqns if var in eqn.outvars), None)
+    if eqn is None:
+        return BLOCK_INPUT, False
+    index, kind = eqn.outvars.index(var), eqn.primitive.name
+    if kind == "name":
+        return eqn.params["name"], False
+    if kind in ("device_put", "reduce_precision"):  # how JAX saves, to the host and at all
+        name, offloaded = origin(program, eqn.invars[index])
+        return name, offloaded or kind == "device_put"
+    if kind == "scan" and is_carried(eqn, index):  # from the first layers of a group to its last
+        return BLOCK_INPUT, False
+    inner = inner_programs(eqn)
+    return origin(inner[0], inner[0].outvars[index]) if len(inner) == 1 else (UNNAMED, False)
+
+
+def matrix_flops(program: Jaxpr) -> int:
+    """2 FLOPs for each multiplication and addition of every matrix product that `program` runs; of
+    the branches of a condition, the dearest.
+    """
+    total = 0
+    for eqn in program.eqns:
+        inner = [matrix_flops(body) for body in inner_programs(eqn)]
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left: Any = eqn.invars[0].aval
+            out: Any = eqn.outvars[0].aval
+            total += 2 * math.prod(out.shape) * math.prod(left.shape[dim] for dim in contracted)
+        elif eqn.primitive.name == "cond":
+            total += max(inner)
+        else:
+            total += sum(inner) * eqn.params.get("length", 1)
+    return total
+
+
+def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Bodies and branches of one instruction."""
+    params = jax.tree.leaves(eqn.params, is_leaf=lambda a: isinstance(a, ClosedJaxpr | Jaxpr))
+    return [
+        a.jaxpr if isinstance(a, ClosedJaxpr) else a
+        for a in params
+        if isinstance(a, ClosedJaxpr | Jaxpr)
+    ]

@@ -1,0 +1,145 @@
+"""What a step must move, by the formulas of the papers: the bytes that one device sends, by
+mechanism, mesh axes and collective. `plan` prints them beside what was compiled.
+
+On a ring of N devices, n the bytes of the full array: all-reduce 2(N-1)/N·n, all-gather and
+reduce-scatter (N-1)/N·n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..models.vocab import tokens_at_once
+from ..sharding.gradients import UNREDUCED_AXES
+from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
+from ..sharding.rules import ZERO_AXES
+from .config import Config
+from .precision import DTYPES
+from .state import abstract_state
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """what: the mechanism. axes: mesh axes of size > 1. sent: bytes of one device in one step."""
+
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    sent: float
+
+
+def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
+    """All that a train step moves; mechanisms that send nothing in this layout are left out."""
+    found = [
+        *weight_traffic(config, layout),
+        *activation_traffic(config, layout),
+        *scalar_traffic(config, layout),
+    ]
+    return [traffic for traffic in found if traffic.sent]
+
+
+def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of each parameter, P its bytes on a device before ZeRO cuts it, G micro-batches (ZeRO:
+    arXiv 1910.02054, hybrid sharding: 2304.11277, data parallel: 2006.15704).
+
+    Stage 3 gathers P twice for each product in a block, forward and backward, and once for each use
+    of a vocabulary table; it reduce-scatters P once each; all of it G times. Stage 2
+    reduce-scatters P G times, stage 1 once, and both gather P in f32 after the update. Once a step,
+    what a device then holds is all-reduced over every axis that does not cut it.
+    """
+    compute = jnp.dtype(DTYPES[config.precision.compute]).itemsize
+    reduce, master = jnp.dtype(layout.reduce).itemsize, 4
+    pieces = config.train.microbatches
+    params = abstract_state(config).params
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
+    for path, param in leaves:
+        in_block = path[0].name == "blocks"
+        uses = 2 if path[0].name == "embed" and params.unembed is None else 1
+        stack = param.get_value().ndim - len(param.axes)
+        at_rest, accumulator, state = (
+            spec_axes(spec_of(param.axes, stack))
+            for spec_of in (layout.param_spec, layout.accumulator_spec, layout.state_spec)
+        )
+        cut = [axis for axis in state if axis in ZERO_AXES]
+        whole = param.get_value().size * layout.size(cut) // layout.size(state)  # elements
+        gathered = [axis for axis in cut if axis in at_rest]
+        scattered = [axis for axis in cut if axis in accumulator and axis not in at_rest]
+        late = [axis for axis in cut if axis not in accumulator]
+        missing = [axis for axis in layout.mesh.axis_names if axis not in (*state, *UNREDUCED_AXES)]
+        n = whole * pieces
+        gathers = 2 if in_block else uses
+        yield _ring("ZeRO-3 weights", ALL_GATHER, gathered, n * gathers * compute, layout)
+        yield _ring("ZeRO-3 gradients", REDUCE_SCATTER, gathered, n * uses * reduce, layout)
+        yield _ring("ZeRO-2 gradients", REDUCE_SCATTER, scattered, n * reduce, layout)
+        yield _ring("ZeRO-1 gradients", REDUCE_SCATTER, late, whole * reduce, layout)
+        yield _ring("updated parameters", ALL_GATHER, [*scattered, *late], whole * master, layout)
+        rest = whole // layout.size(cut) * reduce
+        yield _ring("gradients", ALL_REDUCE, missing, rest, layout)
+
+
+def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of the residual stream over tensor, n its bytes on a tensor group, L layers (Megatron:
+    arXiv 1909.08053; with sequence parallelism: 2205.05198).
+
+    In a layer two entrances gather n forward and once more for the weights' gradients, two exits do
+    so backward: 6 n. Exits forward and entrances backward reduce-scatter: 4 n. The embedding adds
+    one exit, the output layer one entrance, whose backward is part of the same sweep. Without
+    sequence parallelism only exits move: all-reduces, forward and backward. Full recomputation runs
+    attention's exit again; its entrances are those of the backward pass.
+    """
+    model, train = config.model, config.train
+    rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
+    tokens = rows * train.seq_len // layout.size("context")
+    n = tokens * model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
+    n *= train.microbatches
+    saved = config.remat.saved
+    recomputed = model.layers // config.remat.every
+    again = recomputed if saved is not None and "attention.out" not in saved else 0
+    if layout.sequence_parallel:
+        gathers, scatters = 6 * model.layers + 2, 4 * model.layers + 2 + again
+        yield _ring("activations", ALL_GATHER, ["tensor"], gathers * n, layout)
+        yield _ring("activations", REDUCE_SCATTER, ["tensor"], scatters * n, layout)
+    else:
+        reduces = 4 * model.layers + 2 + again
+        yield _ring("activations", ALL_REDUCE, ["tensor"], reduces * n, layout)
+
+    # three statistics of each token's logits: maximum, sum of exponentials, target
+    statistics = 4 if train.label_smoothing else 3
+    chunk = min(tokens_at_once(model.padded_vocab // layout.size("tensor")), tokens)
+    padded = math.ceil(tokens / chunk) * chunk * train.microbatches
+    yield _ring("logits", ALL_REDUCE, ["tensor"], statistics * padded * 4, layout)
+
+
+def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Four bytes each: the number of targets, logged sums, each leaf's part of the global norm over
+    the axes of each dim in turn.
+    """
+    train, names = config.train, layout.mesh.axis_names
+    everywhere = [axis for axis in names if axis not in UNREDUCED_AXES]
+    yield _ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
+    sums = 1 + bool(train.z_loss) + bool(train.label_smoothing)
+    yield _ring("metrics", ALL_REDUCE, everywhere, 4 * sums, layout)
+    params = abstract_state(config).params
+    leaves = jax.tree.leaves(params, is_leaf=is_param)
+    if train.halt_on_nan:
+        yield _ring("metrics", ALL_REDUCE, everywhere, 4 * train.microbatches * len(leaves), layout)
+    for param in leaves:
+        stack = param.get_value().ndim - len(param.axes)
+        for entry in layout.state_spec(param.axes, stack):
+            yield _ring("global norm", ALL_REDUCE, entry_axes(entry), 4, layout)
+
+
+def _ring(what: str, kind: str, axes: Sequence[str], n: float, layout: Layout) -> Traffic:
+    """What one device sends of n bytes."""
+    wide = tuple(axis for axis in layout.mesh.axis_names if axis in axes and layout.size(axis) > 1)
+    devices = layout.size(wide)
+    factor: Any = 2 if kind == ALL_REDUCE else 1
+    return Traffic(what, kind, wide, factor * (devices - 1) / devices * n)

@@ -3,8 +3,8 @@
 Notation: A[B_X, D] has dim B cut over mesh axis X; {partial over Y} means that the sum over Y is
 still to come. n is the bytes of the full array, N the devices along the axes; each docstring says
 what one device sends. Under autodiff each function transposes to its partner (all_reduce to itself,
-all_gather to reduce_scatter), which makes cotangents shares as well: see "sum of shares" in
-docs/design.md.
+all_gather to reduce_scatter, shift to the shift back), which makes cotangents shares as well: see
+"sum of shares" in docs/design.md.
 
 An axis of size 1 returns its input: XLA keeps size-1 collectives on CPU. Nothing else tests sizes.
 """
@@ -63,6 +63,15 @@ def _in_dtype(collective: Callable[[Any], Any], tree: Any, dtype: Any) -> Any:
         return collective(tree)
     moved = collective(jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
     return jax.tree.map(lambda leaf, moved: moved.astype(leaf.dtype), tree, moved)
+
+
+def shift(tree, axis: str, by: int, layout: Layout):
+    """Every leaf A goes to the device `by` places further along the axis, round its ring; a
+    negative `by` goes back. Sends the bytes of A.
+    """
+    size = layout.size(axis)
+    pairs = [(place, (place + by) % size) for place in range(size)]
+    return lax.ppermute(tree, axis, pairs) if size > 1 else tree
 
 
 def axis_index(axis: str, layout: Layout) -> jax.Array | int:

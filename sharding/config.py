@@ -92,7 +92,29 @@ class LayoutConfig:
         bool,
         Field(description="shard activations over tensor along the sequence between matmul pairs"),
     ] = True
+    overlap: Annotated[
+        bool,
+        Field(
+            description="send activations over tensor in chunks, each while another is multiplied "
+            "(collective matmul), between matmul pairs; the vocabulary's two ends send as without"
+        ),
+    ] = False
+    overlap_directions: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=2,
+            description="of layout.overlap: chunks go round 1 way, or 2 at once in half the hops",
+        ),
+    ] = 1
     rules: Annotated[
         dict[str, list[str]],
         Field(description="logical axis -> mesh axes, replacing a row of sharding/rules.py"),
     ] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.overlap and not self.sequence_parallel:
+            raise ValueError(
+                "layout.overlap=true needs layout.sequence_parallel=true, without which nothing is "
+                "gathered: write layout.overlap=false or layout.sequence_parallel=true"
+            )

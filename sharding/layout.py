@@ -27,6 +27,8 @@ class Layout:
     resolved: Resolved
     zero: int
     sequence_parallel: bool
+    overlap: bool
+    overlap_directions: int
     reduce: Any
 
     @cached_property
@@ -89,7 +91,15 @@ def make_layout(
     ValueError where they do not fit.
     """
     resolved = resolve(config, dict(mesh.shape), dims)
-    return Layout(mesh, resolved, config.zero, config.sequence_parallel, reduce)
+    return Layout(
+        mesh,
+        resolved,
+        zero=config.zero,
+        sequence_parallel=config.sequence_parallel,
+        overlap=config.overlap,
+        overlap_directions=config.overlap_directions,
+        reduce=reduce,
+    )
 
 
 def is_param(leaf: Any) -> bool:

@@ -3,8 +3,9 @@
 `linear` owns the ZeRO-3 gather of the weight (arXiv 1910.02054), the tensor-parallel entrance and
 exit (Megatron: 1909.08053, with sequence parallelism: 2205.05198), the dot and its biases, under
 one VJP whose residuals are the local input and the weight SHARD: a gathered weight or sequence is
-never saved. `lookup` is the same weight used as an embedding, `fused_linear` as an output layer
-whose full output never exists, `row_products` as one whose output is wanted.
+never saved. `_gather_matmul` and `_matmul_scatter` say whether entrance and exit move the sequence
+at once or as collective matmuls. `lookup` is the same weight used as an embedding, `fused_linear`
+as an output layer whose full output never exists, `row_products` as one whose output is wanted.
 
 Shapes: B sequences of this device, S tokens, D width of the residual stream, K contracted and N
 produced dims, V vocabulary, C chunks of T tokens. A weight is [*K, *N], cut over `fsdp` by ZeRO-3
@@ -25,6 +26,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from .collective_matmul import gather_matmul, matmul_scatter
 from .collectives import all_gather, all_reduce, axis_index, reduce_scatter
 from .layout import Layout
 
@@ -40,6 +42,10 @@ class _Plan:
     axes: tuple[tuple[str, ...], ...]
     enter: str | None
     leave: str | None
+
+    @property
+    def axis(self) -> str | None:
+        return self.enter or self.leave
 
 
 def linear(
@@ -62,12 +68,14 @@ def linear(
         x[B, S_context, K_tensor] ·_K W[K_tensor, D_fsdp] -> y[B, S_{context,tensor}, D]
     Over tensor, n the bytes of the whole sequence: the entrance gathers it, (N-1)/N·n, and the exit
     reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers
-    once more for the weight's gradient. With `layout.sequence_parallel` off S is not cut over
-    tensor: nothing moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered
-    in x's dtype, forward and backward, and its gradient reduce-scattered in `layout.reduce`. A bias
-    is added after the exit, hence once. `input_name` is what a recomputation policy calls x, the
-    residual of the products, `name` what it calls each y.
+    once more for the weight's gradient. `layout.overlap` moves the same bytes in chunks, each while
+    another is multiplied. With `layout.sequence_parallel` off S is not cut over tensor: nothing
+    moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered in x's dtype,
+    forward and backward, and its gradient reduce-scattered in `layout.reduce`. A bias is added
+    after the exit, hence once. `input_name` is what a recomputation policy calls x, the residual of
+    the products, `name` what it calls each y.
     """
+    assert enter is None or leave is None
     several = not isinstance(weights, nnx.Param)
     x = _named(x, input_name)
     params = tuple(weights) if several else (weights,)
@@ -88,13 +96,15 @@ def _named(x: jax.Array, name: str | None) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _linear(x: jax.Array, shards: tuple[jax.Array, ...], plan: _Plan) -> tuple[jax.Array, ...]:
-    layout = plan.layout
-    x = _enter(x, plan.enter, layout)
-    ys = []
-    for shard, axes in zip(shards, plan.axes, strict=True):
-        weight = own_heads(gather_weight(shard, axes, x.dtype, layout), axes, layout)
-        ys.append(_leave(_dot(x, weight), plan.leave, layout))
-    return tuple(ys)
+    weights = _weights(shards, x.dtype, plan)
+
+    def products(x):
+        return tuple(_dot(x, weight) for weight in weights)
+
+    if plan.leave:
+        return _matmul_scatter(products, x, plan)
+    ys, _ = _gather_matmul(lambda x, _: (products(x), None), x, None, plan)
+    return ys
 
 
 def _linear_forward(x, shards, plan):
@@ -103,24 +113,37 @@ def _linear_forward(x, shards, plan):
 
 def _linear_backward(plan, residuals, dys):
     x, shards = residuals
-    layout = plan.layout
-    whole, transpose_enter = jax.vjp(lambda x: _enter(x, plan.enter, layout), x)
-    dx, dshards = [], []
-    for shard, axes, dy in zip(shards, plan.axes, dys, strict=True):
-        gathered = gather_weight(shard, axes, x.dtype, layout)
-        weight = own_heads(gathered, axes, layout)
-        partial_sums = jax.eval_shape(_dot, whole, weight)
-        (dy,) = jax.linear_transpose(lambda y: _leave(y, plan.leave, layout), partial_sums)(dy)
-        dx.append(_dot_input(dy, weight))
-        f32 = jax.ShapeDtypeStruct(gathered.shape, jnp.float32)
-        transpose_heads = jax.linear_transpose(partial(own_heads, axes=axes, layout=layout), f32)
-        (dweight,) = transpose_heads(_dot_weight(whole, dy))
+    layout, weights = plan.layout, _weights(shards, x.dtype, plan)
+
+    def inputs(dys):
+        return reduce(jnp.add, map(_dot_input, dys, weights)).astype(x.dtype)
+
+    def gradients(x, dys):
+        return [_dot_weight(x, dy) for dy in dys]
+
+    if plan.leave:  # one gather of dys for both
+        dx, dweights = _gather_matmul(lambda dys, x: (inputs(dys), gradients(x, dys)), dys, x, plan)
+    else:
+        dx = _matmul_scatter(inputs, dys, plan)
+        _, dweights = _gather_matmul(lambda x, dys: (None, gradients(x, dys)), x, dys, plan)
+    dshards = []
+    for dweight, shard, axes in zip(dweights, shards, plan.axes, strict=True):
+        gather = partial(gather_weight, axes=axes, dtype=jnp.float32, layout=layout)
+        select = partial(own_heads, axes=axes, layout=layout)
+        (dweight,) = jax.linear_transpose(select, jax.eval_shape(gather, shard))(dweight)
         dshards.append(_scatter_gradient(dweight, axes, shard.dtype, layout))
-    (dx,) = transpose_enter(reduce(jnp.add, dx).astype(x.dtype))
     return dx, tuple(dshards)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _weights(shards: Sequence[jax.Array], dtype: Any, plan: _Plan) -> list[jax.Array]:
+    """The weights that this device multiplies by."""
+    return [
+        own_heads(gather_weight(shard, axes, dtype, plan.layout), axes, plan.layout)
+        for shard, axes in zip(shards, plan.axes, strict=True)
+    ]
 
 
 def lookup(ids: jax.Array, table: nnx.Param, layout: Layout, dtype: Any) -> jax.Array:
@@ -139,7 +162,7 @@ def _lookup(ids: jax.Array, shard: jax.Array, dtype: Any, plan: _Plan) -> jax.Ar
     table = gather_weight(shard, plan.axes[0], dtype, plan.layout)
     row = local_rows(ids, table.shape[0], plan.layout)
     rows = table.at[row].get(mode="fill", fill_value=0)
-    return _leave(rows, plan.leave, plan.layout)
+    return _scatter(rows, plan)
 
 
 def _lookup_forward(ids, shard, dtype, plan):
@@ -151,8 +174,7 @@ def _lookup_backward(dtype, plan, residuals, dx):
     table = jax.eval_shape(
         lambda shard: gather_weight(shard, plan.axes[0], dtype, plan.layout), shard
     )
-    rows = jax.ShapeDtypeStruct((*ids.shape, table.shape[1]), dx.dtype)
-    (drows,) = jax.linear_transpose(lambda y: _leave(y, plan.leave, plan.layout), rows)(dx)
+    drows = _gather(dx, plan)
     row = local_rows(ids, table.shape[0], plan.layout)
     dtable = jnp.zeros(table.shape, jnp.float32).at[row].add(drows.astype(jnp.float32), mode="drop")
     return None, _scatter_gradient(dtable, plan.axes[0], shard.dtype, plan.layout)
@@ -205,7 +227,7 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
     """Share, sums and, where asked for, (dx, dshard) with the layouts of x and shard."""
     layout, axes = plan.layout, plan.axes[0]
     table = gather_weight(shard, axes, x.dtype, layout)
-    whole, transpose_enter = jax.vjp(lambda x: _enter(x, plan.enter, layout), x)
+    whole = _gather(x, plan)
 
     def one_chunk(dtable, piece):
         x, rows = piece
@@ -233,7 +255,7 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
     share, sums = jax.tree.map(lambda a: a.sum(axis=0), (share, sums))
     if dtable is None:
         return share, sums, None
-    (dx,) = transpose_enter(dx.reshape(-1, dx.shape[-1])[:tokens].reshape(whole.shape))
+    dx = _scatter(dx.reshape(-1, dx.shape[-1])[:tokens].reshape(whole.shape), plan)
     return share, sums, (dx, _scatter_gradient(dtable, axes, shard.dtype, layout))
 
 
@@ -293,24 +315,44 @@ def local_rows(ids: jax.Array, rows: int, layout: Layout) -> jax.Array:
     return jnp.where((row >= 0) & (row < rows), row, rows)
 
 
-def _enter(x: jax.Array, axis: str | None, layout: Layout) -> jax.Array:
-    """x[B, S_{context,tensor}, D] -> x[B, S_context, D] with sequence parallelism; else x is whole
-    already.
+def _gather_matmul(
+    function: Callable[[Any, Any], tuple[Any, Any]], cut: Any, whole: Any, plan: _Plan
+) -> tuple[Any, Any]:
+    """`function(cut, whole)` -> (ys, sums) once cut[B, S_{context,tensor}, ...] is gathered like
+    whole[B, S_context, ...]: ys have a row for each token, sums add their products up.
     """
-    return all_gather(x, axis, SEQUENCE, layout) if axis and layout.sequence_parallel else x
+    if plan.axis and plan.layout.overlap:
+        return gather_matmul(function, cut, whole, plan.axis, SEQUENCE, plan.layout)
+    return function(_gather(cut, plan), whole)
 
 
-def _leave(y: jax.Array, axis: str | None, layout: Layout) -> jax.Array:
-    """y[B, S_context, D]{partial over tensor} -> y[B, S_{context,tensor}, D], or y[B, S_context, D]
-    without.
+def _matmul_scatter(function: Callable[[Any], Any], whole: Any, plan: _Plan) -> Any:
+    """`function(whole[B, S_context, ...])`{partial over tensor} -> [B, S_{context,tensor}, ...]."""
+    if plan.axis and plan.layout.overlap:
+        return matmul_scatter(function, whole, plan.axis, SEQUENCE, plan.layout)
+    return _scatter(function(whole), plan)
+
+
+def _gather(tree: Any, plan: _Plan) -> Any:
+    """A[B, S_{context,tensor}, ...] -> A[B, S_context, ...]: an entrance or an exit's transpose."""
+    return _move(all_gather, tree, plan)
+
+
+def _scatter(tree: Any, plan: _Plan) -> Any:
+    """A[B, S_context, ...]{partial over tensor} -> A[B, S_{context,tensor}, ...]: an exit, or an
+    entrance's transpose.
     """
-    if not axis:
-        return y
-    return (
-        reduce_scatter(y, axis, SEQUENCE, layout)
-        if layout.sequence_parallel
-        else all_reduce(y, axis, layout)
-    )
+    return _move(reduce_scatter, tree, plan)
+
+
+def _move(collective: Callable[..., jax.Array], tree: Any, plan: _Plan) -> Any:
+    """Without sequence parallelism S is whole on all of tensor: an entrance moves nothing, an exit
+    and its transpose all-reduce.
+    """
+    if plan.layout.sequence_parallel:
+        axes = plan.axis or ()
+        return jax.tree.map(lambda a: collective(a, axes, SEQUENCE, plan.layout), tree)
+    return all_reduce(tree, plan.leave or (), plan.layout)
 
 
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 import reference
 from meshwright.models.batch import Batch
-from meshwright.sharding.config import LayoutConfig, MeshConfig
+from meshwright.sharding.config import MESH_AXES, LayoutConfig, MeshConfig
 from meshwright.sharding.layout import Layout, make_layout, map_params
 from meshwright.sharding.mesh import make_mesh
 from meshwright.trainer.config import Config
@@ -55,11 +55,11 @@ def make_config(*overrides: str) -> Config:
     return override(Config(), *REFERENCE, *overrides)
 
 
-def layout_on(dims=(), *, zero=3, sequence_parallel=True, rules=None, **axes):
-    """A layout on as many of the eight devices as the named mesh axes take."""
-    mesh = make_mesh(MeshConfig(**{"data": 1} | axes), jax.devices()[: math.prod(axes.values())])
-    config = LayoutConfig(zero=zero, sequence_parallel=sequence_parallel, rules=rules or {})
-    return make_layout(config, mesh, dims)
+def layout_on(dims=(), **keys):
+    """A layout on as many of the eight devices as the mesh axes among the keys take."""
+    axes = {"data": 1} | {key: keys.pop(key) for key in MESH_AXES if key in keys}
+    mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
+    return make_layout(LayoutConfig(**keys), mesh, dims)
 
 
 def shard_map(function, layout, in_specs, out_specs):

@@ -121,7 +121,8 @@ def generate(
 
     compute = DTYPES[config.precision.compute]
     # a single token cannot be cut over tensor
-    plan = _Plan(replace(layout, sequence_parallel=False), config.model, compute, vocab_size)
+    layout = replace(layout, sequence_parallel=False, overlap=False)
+    plan = _Plan(layout, config.model, compute, vocab_size)
     counts = np.asarray(lengths + [0] * (rows - len(prompts)), np.int32)
     numbers = np.arange(rows, dtype=np.int32)
     text = _continue(params, place(text), place(counts), place(numbers), settings, plan)

@@ -42,11 +42,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh.tensor": (1, 2, 4),
     "layout.zero": (3, 0, 1, 2),
     "layout.sequence_parallel": ("true", "false"),
+    "layout.overlap": ("false", "true"),
     "train.microbatches": (1, 2),
     "remat.policy": ("none", "full"),
 }
 """What the default cover varies: every axis and option that changes how a step is computed. The
 first of each is the reference's."""
+
+TOGETHER = ("mesh.tensor", "layout.sequence_parallel", "layout.overlap")
+"""Keys of CHOICES that say how activations move: any two values do not cover the third."""
 
 ONE_DEVICE = (
     "device.cpu_devices=null",
@@ -201,16 +205,18 @@ def synthetic_batch(config: Config) -> Batch:
 
 
 def pairwise_cover(config: Config) -> list[str]:
-    """Few layouts in which every two values of different keys of CHOICES meet at least once, as far
-    as `config` and the devices allow; greedy, always the same, larger meshes first.
+    """Few layouts in which every two values of different keys of CHOICES meet at least once, and
+    all values of TOGETHER, as far as `config` and the devices allow; greedy, always the same,
+    larger meshes first.
     """
-    pairs_of = {
-        layout: set(combinations(values, 2)) for layout, values in possible_layouts(config).items()
-    }
-    cover, missing = [], set().union(*pairs_of.values())
+    met_by = {}
+    for layout, choices in possible_layouts(config).items():
+        together = tuple(choice for choice in choices if choice.startswith(TOGETHER))
+        met_by[layout] = {*combinations(choices, 2), together}
+    cover, missing = [], set().union(*met_by.values())
     while missing:
-        cover.append(max(pairs_of, key=lambda layout: len(pairs_of[layout] & missing)))
-        missing -= pairs_of[cover[-1]]
+        cover.append(max(met_by, key=lambda layout: len(met_by[layout] & missing)))
+        missing -= met_by[cover[-1]]
     return cover
 
 

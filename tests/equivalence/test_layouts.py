@@ -37,9 +37,13 @@ def test_the_cover_holds_every_pair_that_eight_devices_allow():
     choices = [(key, str(value)) for key, values in verify.CHOICES.items() for value in values]
     pairs = {(a, b) for a, b in combinations(choices, 2) if a[0] != b[0]}
     pairs.remove((("mesh.fsdp", "4"), ("mesh.tensor", "4")))
+    pairs.remove((("layout.sequence_parallel", "false"), ("layout.overlap", "true")))
     assert {
         pair for layout in cover() for pair in combinations(choices_of(layout).items(), 2)
     } == pairs
+    ways = {tuple(choices_of(layout)[key] for key in verify.TOGETHER) for layout in cover()}
+    modes = ("true", "false"), ("true", "true"), ("false", "false")
+    assert ways == {(tensor, *mode) for tensor in "124" for mode in modes}
     assert len(set(cover())) == len(cover())
     for layout in cover():
         chosen = choices_of(layout)
@@ -79,6 +83,8 @@ TIED = (
         (RICH, "mesh.data=2 mesh.tensor=4 layout.zero=2"),
         (TIED, "mesh.fsdp=2 mesh.tensor=4 layout.sequence_parallel=false train.microbatches=2"),
         (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.rules.embed=[data,fsdp]"),
+        (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=true remat.policy=full"),
+        (RICH, "mesh.fsdp=2 mesh.tensor=4 layout.overlap=true layout.overlap_directions=2"),
         pytest.param(RICH, "mesh.data=2 mesh.fsdp=4 layout.zero=1", marks=pytest.mark.slow),
         pytest.param(
             TIED,
@@ -143,13 +149,15 @@ def skip_reduction(monkeypatch):
 def skip_exit(monkeypatch):
     """Row-parallel products stay partial sums, cut where they should be reduce-scattered."""
 
-    def leave(y, axis, layout):
-        if not axis:
-            return y
-        tokens = y.shape[1] // layout.size(axis)
-        return jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index(axis) * tokens, tokens, 1)
+    def scatter(tree, plan):
+        def one(y):
+            tokens = y.shape[1] // plan.layout.size("tensor")
+            return jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index("tensor") * tokens, tokens, 1)
 
-    monkeypatch.setattr(linear, "_leave", leave)
+        return jax.tree.map(one, tree) if plan.leave else real_scatter(tree, plan)
+
+    real_scatter = linear._scatter
+    monkeypatch.setattr(linear, "_scatter", scatter)
 
 
 def count_tensor_ranks(monkeypatch):
@@ -169,7 +177,7 @@ def test_verify_finds_planted_bugs(monkeypatch):
         layout
         for layout in map(choices_of, cover())
         if layout["mesh.data"] == layout["mesh.tensor"] == "2"
-        and layout["layout.sequence_parallel"] == "true"
+        and (layout["layout.sequence_parallel"], layout["layout.overlap"]) == ("true", "false")
     )
     layout = " ".join(f"{key}={value}" for key, value in layout.items())
     # the first changes nothing on one device: the reference, computed with it, is right

@@ -10,6 +10,7 @@ from meshwright.sharding.collectives import (
     all_reduce_max,
     axis_index,
     reduce_scatter,
+    shift,
 )
 from runs import collectives, layout_on, shard_map
 
@@ -86,6 +87,19 @@ def test_reduce_scatter_gives_each_device_its_piece_of_the_sum(layout, x, axes):
     np.testing.assert_allclose(gathered(pieces, axes, 0), total, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("by", [1, 2, -1])
+def test_shift_goes_round_the_ring_and_transposes_to_the_shift_back(by):
+    layout, x = layout_on(tensor=3), np.arange(3.0, dtype=np.float32)
+
+    def local(x):
+        (y, negative), transpose = jax.vjp(lambda x: shift((x, -x), "tensor", by, layout), x)
+        return y, negative, *transpose((x, -2 * x))
+
+    found = shard_map(local, layout, P("tensor"), P("tensor"))(x)
+    there, back = np.roll(x, by), np.roll(x, -by)
+    np.testing.assert_array_equal(found, [there, -there, 3 * back])
+
+
 def test_axis_index_is_the_place_on_the_mesh(layout, x):
     def place(_):
         return jnp.stack([jnp.asarray(axis_index(axis, layout)) for axis in (*PLACE, "context")])
@@ -102,6 +116,7 @@ def test_axes_of_size_one_give_the_input_and_move_nothing(layout, axes):
             all_reduce_max(x, axes, layout),
             all_gather(x, axes, 0, layout),
             reduce_scatter(x, axes, 0, layout),
+            shift(x, "context", 1, layout),
         )
         assert all(result is x for result in results)
         return results

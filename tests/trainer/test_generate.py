@@ -31,7 +31,7 @@ EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 LAYOUTS = (
     EIGHT,
     ("mesh.fsdp=8",),
-    ("mesh.tensor=4", "layout.zero=0"),  # two kv heads
+    ("mesh.tensor=4", "layout.zero=0", "layout.overlap=true"),  # two kv heads
     ("mesh.data=8", "layout.zero=1"),
 )
 OPTIONS = (

@@ -54,9 +54,9 @@ def matmul_scatter(
     """`reduce_scatter(function(whole))`, without the reduce-scatter.
 
     whole: tree of A[.., S, ..] -> tree of [.., S_axis, ..], each chunk the sum of all devices'
-    `function(chunk)`. A sum sets out on the device furthest from its owner and gathers a product at
-    each hop, made while the sum before travels; it is kept in the function's dtype. Sends (N-1)/N·n
-    of the function's result.
+    `function(chunk)`. A sum sets out where its owner is furthest and takes up a product at each
+    device on its way, made while it travels there; it is rounded to the function's dtype at each
+    hop. Sends (N-1)/N·n of the function's result.
     """
 
     def product(owner: jax.Array | int, arriving: list[Any]) -> Any:

@@ -95,8 +95,8 @@ class LayoutConfig:
     overlap: Annotated[
         bool,
         Field(
-            description="send activations over tensor in chunks, each while another is multiplied "
-            "(collective matmul), between matmul pairs; the vocabulary's two ends send as without"
+            description="collective matmul: activations travel over tensor in chunks, each while "
+            "another is multiplied; not at the embedding and the output layer"
         ),
     ] = False
     overlap_directions: Annotated[

@@ -1,8 +1,8 @@
 """What a step must move, by the formulas of the papers: the bytes that one device sends, by
 mechanism, mesh axes and collective. `plan` prints them beside what was compiled.
 
-On a ring of N devices, n the bytes of the full array: all-reduce 2(N-1)/N·n, all-gather and
-reduce-scatter (N-1)/N·n.
+On a ring of N devices, n the bytes of the full array: all-reduce 2(N-1)/N·n; all-gather,
+reduce-scatter and N-1 permutes (N-1)/N·n.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .precision import DTYPES
 from .state import abstract_state
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+PERMUTE = "collective-permute"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     so backward: 6 n. Exits forward and entrances backward reduce-scatter: 4 n. The embedding adds
     one exit, the output layer one entrance, whose backward is part of the same sweep. Without
     sequence parallelism only exits move: all-reduces, forward and backward. Full recomputation runs
-    attention's exit again; its entrances are those of the backward pass.
+    attention's exit again; its entrances are those of the backward pass. Collective matmul
+    (doi 10.1145/3567955.3567959) sends the layers' part in N-1 permutes of n/N each.
     """
     model, train = config.model, config.train
     rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
@@ -103,13 +105,15 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     saved = config.remat.saved
     recomputed = model.layers // config.remat.every
     again = recomputed if saved is not None and "attention.out" not in saved else 0
+    gathers, scatters = 6 * model.layers, 4 * model.layers + again
+    if layout.overlap:
+        yield _ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)
+        gathers = scatters = 0
     if layout.sequence_parallel:
-        gathers, scatters = 6 * model.layers + 2, 4 * model.layers + 2 + again
-        yield _ring("activations", ALL_GATHER, ["tensor"], gathers * n, layout)
-        yield _ring("activations", REDUCE_SCATTER, ["tensor"], scatters * n, layout)
+        yield _ring("activations", ALL_GATHER, ["tensor"], (gathers + 2) * n, layout)
+        yield _ring("activations", REDUCE_SCATTER, ["tensor"], (scatters + 2) * n, layout)
     else:
-        reduces = 4 * model.layers + 2 + again
-        yield _ring("activations", ALL_REDUCE, ["tensor"], reduces * n, layout)
+        yield _ring("activations", ALL_REDUCE, ["tensor"], (scatters + 2) * n, layout)
 
     # three statistics of each token's logits: maximum, sum of exponentials, target
     statistics = 4 if train.label_smoothing else 3

@@ -81,6 +81,13 @@ CONTRACTS = {
         "tensor reduce-scatter": one_way((2 * 4 + 2) * STREAM, 2),
         "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 2),
     },
+    # the vocabulary's two ends keep theirs
+    "mesh.tensor=4 model.kv_heads=4 layout.overlap=true": {
+        "tensor all-gather": one_way(2 * STREAM, 4),
+        "tensor reduce-scatter": one_way(2 * STREAM, 4),
+        "tensor collective-permute": 3 * (2 * 10 * STREAM // 4),
+        "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 4),
+    },
 }
 
 

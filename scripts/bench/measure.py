@@ -104,7 +104,7 @@ def alternate(
 
 
 def ratios(
-    name: str, costs: list[tuple[Seconds, Seconds]], cpu: float, wall: float | None = None
+    name: str, costs: list[tuple[Seconds, Seconds]], cpu: float | None, wall: float | None = None
 ) -> list[Figure]:
     """First over second in CPU-seconds and in wall seconds, each with its bound."""
     figures = []

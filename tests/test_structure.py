@@ -74,6 +74,7 @@ import sys
 import meshwright, meshwright.models, meshwright.sharding, meshwright.trainer, meshwright.configs
 import meshwright.models.config, meshwright.sharding.config, meshwright.trainer.config
 import meshwright.trainer.cli
+import meshwright.sharding.pipeline.load, meshwright.sharding.pipeline.report
 dir(meshwright), meshwright.load("tiny"), meshwright.Config, meshwright.__version__
 slow = {"jax", "flax", "optax", "orbax", "matplotlib", "tokenizers", "chex"} & set(sys.modules)
 assert not slow, slow

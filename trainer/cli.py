@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from ..sharding.pipeline.schedules import NAMES, UNIFORM
 from .config import Config, DeviceConfig
 from .load import ConfigError, describe, load, presets, schema
 from .sampling import Sampling
@@ -129,6 +130,24 @@ def _plan(options: argparse.Namespace) -> int:
     plan = make_plan(config, devices)
     print(json.dumps(asdict(plan), indent=2) if options.json else "\n".join(describe_plan(plan)))
     return 1 if plan.memory.fits is False else 0
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    from ..sharding.pipeline.load import load_schedule
+    from ..sharding.pipeline.report import describe_schedule, draw_schedule, schedule_json
+    from ..sharding.pipeline.simulate import read_costs, simulate
+
+    costs = read_costs(options.costs)
+    sizes = options.stages, options.microbatches, options.chunks
+    schedule = load_schedule(options.name, *sizes, uniform=options.uniform)
+    simulation = simulate(schedule, costs)
+    if options.png:
+        draw_schedule(schedule, simulation, costs, Path(options.png))
+    if options.json:
+        print(json.dumps(schedule_json(schedule, simulation, costs)))
+    else:
+        print("\n".join(describe_schedule(schedule, simulation, costs)))
+    return 0
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -264,6 +283,37 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="instead, what each policy of recomputation saves and costs",
     )
+    schedule = commands.add_parser(
+        "schedule",
+        help="simulate a pipeline schedule: its table, bubble, memory and Gantt chart",
+        description="check and simulate a pipeline schedule: its table, bubble, memory and Gantt "
+        "chart; starts no device",
+        allow_abbrev=False,
+    )
+    schedule.add_argument(
+        "name", metavar="NAME", help=f"{', '.join(NAMES)}, or a CSV file with a table of your own"
+    )
+    for name, meaning in (
+        ("stages", "devices along the pipe; a CSV file knows its own, and the next two"),
+        ("microbatches", "micro-batches of a step"),
+        ("chunks", "pieces each stage's layers are cut into, for interleaved"),
+    ):
+        schedule.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    schedule.add_argument(
+        "--uniform",
+        action="store_true",
+        help=f"the lockstep form of {', '.join(UNIFORM)}: ticks that are alike on all stages",
+    )
+    schedule.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,B,W[,TRANSFER]",
+        help="time of forward, input gradient and weight gradient of one stage and micro-batch, "
+        "and of a transfer between stages, in any unit (default: 1,1,1,0)",
+    )
+    schedule.add_argument("--json", action="store_true", help="the figures as one JSON object")
+    schedule.add_argument("--png", metavar="FILE", help="also draw the Gantt chart")
+    schedule.set_defaults(command=_schedule, overrides=None)
     config = command(_config, "print the resolved config with each field's meaning", nargs="?")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
     command(_tokenize, "write the token store that training reads")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +105,90 @@ def test_tokenize_describes_the_store(monkeypatch, capsys):
     assert capsys.readouterr().out == "store in folder of tiny: 3 documents\n"
 
 
+def test_schedule_as_json(capsys):
+    words = ["schedule", "zb_h2", "--stages", "2", "--microbatches", "4", "--costs", "1,1.5,1"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "schedule": "zb_h2",
+        "stages": 2,
+        "microbatches": 4,
+        "chunks": 1,
+        "ticks": 13,
+        "makespan": 15,
+        "bubble": 1,
+        "span": [14.5, 14],
+        "tick_makespan": 16.5,
+        "peak_live": [3, 3],
+        "buffers": {"x": 2, "dy": 1, "stash": 3, "taps": 3},
+        "formula": {"bubble": 0.5, "of": "span", "peak": 3},
+    }
+
+
+def test_schedule_as_text_and_picture(tmp_path, capsys):
+    picture = tmp_path / "chart.png"
+    words = ["1f1b", "--stages", "2", "--microbatches", "3", "--uniform", "--png", str(picture)]
+    assert main(["schedule", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1f1b, uniform: 2 stages, 3 micro-batches, 5 ticks",
+        "stage 0  F0     F1     F2+BW0 BW1    BW2",
+        "stage 1         F0+BW0 F1+BW1 F2+BW2",
+        "costs       F 1, B 1, W 1, transfer 0",
+        "makespan    12: 9 busy, bubble 3 (25.0%)",
+        "in ticks    12: 9 busy, bubble 3 (25.0%), if all stages end each tick together",
+        "spans       12 9, bubble 3 in the longest",
+        "peak live   3 1 stages' activations",
+        "buffers     x 1, dy 1, stash 3, taps 0",
+        "published   bubble 3, peak 3",
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_schedule_of_a_file(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("F0,,,BW0\n,F0,BW0\n")
+    assert main(["schedule", str(path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["schedule"], answer["stages"], answer["microbatches"]) == (str(path), 2, 1)
+    assert (answer["makespan"], answer["formula"]) == (6, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["1f1b", "--stages", "4"], "1f1b needs its stages and its microbatches, as in 4 and 8"),
+        (
+            ["interleaved", "--stages", "4", "--microbatches", "6", "--chunks", "2"],
+            "microbatches=6 is not a multiple of stages=4, which interleaved needs: "
+            "write microbatches=8",
+        ),
+        (
+            ["gpipe", "--stages", "4", "--microbatches", "8", "--chunks", "2"],
+            "chunks=2: gpipe has 1 on each stage; write chunks=1",
+        ),
+        (
+            ["1f1b", "--stages", "2", "--microbatches", "2", "--costs", "1,2"],
+            "costs '1,2': write F,B,W or F,B,W,transfer, as in 1,1,1 or 2,2.5,1,0.1: "
+            "none negative, F above 0",
+        ),
+        (["broken.csv"], "broken.csv: stage 1: W0 never runs"),
+    ],
+)
+def test_wrong_schedules_are_one_line_and_2(words, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.csv").write_text("F0,,,BW0\n,F0,B0\n")
+    assert main(["schedule", *words]) == 2
+    assert capsys.readouterr() == ("", f"meshwright: {line}\n")
+
+
+def test_pipeline_docs_show_what_schedule_prints(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^    \$ meshwright (schedule .*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    assert shown
+    for command, output in shown:
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out == textwrap.dedent(output)
+
+
 @pytest.mark.parametrize("command", ["train", "verify", "config", "tokenize"])
 def test_a_wrong_config_is_one_line_and_2(command, calls, capsys):
     assert main([command, "tiny", "mesh.tensr=2"]) == 2
@@ -144,7 +231,8 @@ with contextlib.suppress(SystemExit):
     main(["--help"])
 assert main(["train", "tiny", "mesh.tensr=2"]) == 2
 assert main(["config", "tiny"]) == 0
-assert "jax" not in sys.modules
+assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]) == 0
+assert not {"jax", "matplotlib"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "usage: meshwright" in done.stdout

@@ -4,6 +4,7 @@ pass finds saved. No JAX here.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -11,6 +12,64 @@ from pydantic.dataclasses import dataclass
 
 from ..sharding.config import STRICT
 from ..sharding.rules import Dim
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RopeScalingConfig:
+    kind: Annotated[
+        Literal["none", "linear", "ntk", "yarn", "llama3"],
+        Field(description="how RoPE's frequencies are changed for longer sequences than trained"),
+    ] = "none"
+    factor: Annotated[float, Field(ge=1, description="how many times longer")] = 1.0
+    original: Annotated[
+        int | None,
+        Field(gt=0, description="yarn, llama3: tokens of the sequences trained on before"),
+    ] = None
+    low: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="yarn, llama3: a pair of channels that turns fewer times than this within "
+            "the original length is slowed down by the whole factor; null: 1",
+        ),
+    ] = None
+    high: Annotated[
+        float | None,
+        Field(
+            gt=0, description="and one that turns more often, not at all; null: yarn 32, llama3 4"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        by_turns = self.kind in ("yarn", "llama3")
+        read = {
+            "factor": self.kind != "none",
+            "original": by_turns,
+            "low": by_turns,
+            "high": by_turns,
+        }
+        for key, is_read in read.items():
+            value = getattr(self, key)
+            if not is_read and value not in (None, 1.0):
+                raise ValueError(
+                    f"model.rope_scaling.{key}={value} is not read by "
+                    f"model.rope_scaling.kind={self.kind}; leave it out"
+                )
+        if by_turns and self.original is None:
+            raise ValueError(
+                f"model.rope_scaling.original=null: model.rope_scaling.kind={self.kind} needs the "
+                f"tokens of the sequences trained on before"
+            )
+        low, high = self.turns
+        if low >= high:
+            raise ValueError(
+                f"model.rope_scaling.low={low} is not below model.rope_scaling.high={high}"
+            )
+
+    @property
+    def turns(self) -> tuple[float, float]:
+        """low and high with their defaults."""
+        return self.low or 1.0, self.high or (32.0 if self.kind == "yarn" else 4.0)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -47,6 +106,9 @@ class ModelConfig:
     rope_theta: Annotated[float, Field(gt=0, description="base of the rotary frequencies")] = (
         10_000.0
     )
+    rope_scaling: Annotated[
+        RopeScalingConfig, Field(description="RoPE for longer sequences than trained on before")
+    ] = field(default_factory=RopeScalingConfig)
     norm_eps: Annotated[
         float, Field(gt=0, description="added to the mean square inside RMSNorm")
     ] = 1e-5

@@ -61,7 +61,7 @@ def extend(
     slot = jnp.where(real, positions, slots)  # past the end: written nowhere
     tokens_at = Tokens(positions, jnp.where(real, 0, -1))
     slots_at = Tokens(jnp.arange(slots)[None], jnp.zeros((1, slots), jnp.int32))
-    rotation = rotations(positions, config.size_per_head, config.rope_theta)
+    rotation = rotations(positions, config)
     mask = causal_mask(config)
 
     def layer(state: tuple[jax.Array, Cache], numbered: tuple[jax.Array, Block]):

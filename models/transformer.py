@@ -68,7 +68,7 @@ def blocks(
     dropout: Dropout | None = None,
 ) -> jax.Array:
     """All layers, scanned."""
-    rotation = rotations(batch.positions, config.size_per_head, config.rope_theta)
+    rotation = rotations(batch.positions, config)
     mask = causal_mask(config)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:

@@ -42,14 +42,8 @@ class RopeScalingConfig:
 
     def __post_init__(self) -> None:
         by_turns = self.kind in ("yarn", "llama3")
-        read = {
-            "factor": self.kind != "none",
-            "original": by_turns,
-            "low": by_turns,
-            "high": by_turns,
-        }
-        for key, is_read in read.items():
-            value = getattr(self, key)
+        for key, value in vars(self).items():
+            is_read = by_turns or key == "kind" or (key == "factor" and self.kind != "none")
             if not is_read and value not in (None, 1.0):
                 raise ValueError(
                     f"model.rope_scaling.{key}={value} is not read by "

@@ -45,16 +45,17 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig) -> jax.
         return frequency
     if scaling.kind == "linear":
         return frequency / s
-    assert scaling.original is not None
     low, high = scaling.turns
+    original = scaling.original
+    assert original is not None
     if scaling.kind == "llama3":
-        turns = scaling.original * frequency / (2 * math.pi)
+        turns = original * frequency / (2 * math.pi)
         kept = (turns - low) / (high - low)
     else:
 
         def pair_of(turns: float) -> float:
             """The i, not whole, whose pair makes so many turns."""
-            wavelength = scaling.original / turns
+            wavelength = original / turns
             return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
         first = max(math.floor(pair_of(high)), 0)

@@ -241,7 +241,7 @@ def test_c30_hybrid_sharding_logs_the_norm_of_one_device(data, fsdp, zero):
     for metrics, expected in zip(history, expected_history, strict=True):
         assert_same_metrics(metrics, expected)
         assert metrics["grad_norm"] > 0.5  # so clipping does something
-    names = {"step", "position", "loss", "smoothing_loss", "tokens", "grad_norm", "lr"}
+    names = {"step", "skipped", "position", "loss", "smoothing_loss", "tokens", "grad_norm", "lr"}
     assert history[0].keys() == names
     assert [(line["step"], line["position"]) for line in history] == [
         (1, 16),

@@ -105,11 +105,15 @@ class Execution(NamedTuple):
 
 class Array(NamedTuple):
     dtype: str
-    elements: int
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
 
 
-Asked = Mapping[tuple[str, int], list[tuple[str, str]]]
-"""Kind and elements of what was given to a collective -> the scope and dtype of each such array."""
+Asked = Mapping[str, list[tuple[str, Array]]]
+"""Kind of a collective -> the scope of each array that was given to one, and the array."""
 
 
 def read_program(text: str, mesh: Mapping[str, int], lowered: str | None = None) -> Program:
@@ -201,7 +205,7 @@ def scope_of(instruction: Instruction) -> str:
 def arrays(text: str) -> list[Array]:
     """Those of a type such as `(bf16[8,4]{1,0:T(8,128)}, f32[])`."""
     found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", text)
-    return [Array(dtype, math.prod(_integers(dims))) for dtype, dims in found]
+    return [Array(dtype, tuple(_integers(dims))) for dtype, dims in found]
 
 
 def bits(dtype: str) -> int:
@@ -415,7 +419,7 @@ def read_collective(
     if kind == "ragged-all-to-all":
         given = given[:1]  # the others are offsets and sizes
     if kind == "all-to-all" and len(given) > 1:  # one array in N pieces
-        given = [Array(given[0].dtype, sum(array.elements for array in given))]
+        given = [Array(given[0].dtype, (sum(array.elements for array in given),))]
     scope = scope_of(instruction) or execution.scope
     given = [asked_array(array, kind, scope, len(given) > 1, asked) for array in given]
     held = sum(math.ceil(bits(array.dtype) * array.elements / 8) for array in given)
@@ -526,9 +530,8 @@ def asked_dtypes(lowered: str) -> Asked:
     found = defaultdict(list)
     for name, types, location in _REQUEST.findall(lowered):
         for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", types):
-            elements = math.prod(_integers(dims))
-            scope = scopes.get(location, "")
-            found[name.replace("_", "-"), elements].append((scope, dtype.lower()))
+            array = Array(dtype.lower(), tuple(_integers(dims)))
+            found[name.replace("_", "-")].append((scopes.get(location, ""), array))
     return found
 
 
@@ -541,13 +544,17 @@ def asked_array(
 ) -> Array:
     """The array as the program gave it, narrower than the compiled one, where that is certain.
 
-    The parts of a combined collective have lost their scopes but one; any of their size will do.
+    Where none had its dims the compiler has reshaped it, and its size must do. The parts of a
+    combined collective have lost their scopes but one; any scope will do.
     """
-    requests = asked.get((kind, array.elements), [])
-    here = [(len(name), dtype) for name, dtype in requests if f"/{scope}".endswith(f"/{name}")]
+    everywhere = asked.get(kind, [])
+    requests = [each for each in everywhere if each[1].dims == array.dims] or [
+        each for each in everywhere if each[1].elements == array.elements
+    ]
+    here = [(len(name), one.dtype) for name, one in requests if f"/{scope}".endswith(f"/{name}")]
     nearest = max(here, default=(0, ""))[0]
     dtypes = {dtype for length, dtype in here if length == nearest}
     if combined and not dtypes:
-        dtypes = {dtype for _, dtype in requests}
+        dtypes = {one.dtype for _, one in requests}
     narrower = [dtype for dtype in dtypes if bits(dtype) < bits(array.dtype)]
     return array._replace(dtype=narrower[0]) if len(dtypes) == len(narrower) == 1 else array

@@ -122,12 +122,17 @@ def _plan(options: argparse.Namespace) -> int:
     config = load(options.config, *options.overrides)
     config, devices = prepare_target(config, options.target)
     from .memory import memory_table
-    from .plan import describe_plan, make_plan
+    from .plan import DoesNotFitError, describe_plan, make_plan
 
     if options.memory:
         print(memory_table(config, devices))
         return 0
-    plan = make_plan(config, devices)
+    try:
+        plan = make_plan(config, devices)
+    except DoesNotFitError as error:
+        if options.json:
+            print(json.dumps({"memory": {"fits": False}, "reason": str(error)}, indent=2))
+        raise
     print(json.dumps(asdict(plan), indent=2) if options.json else "\n".join(describe_plan(plan)))
     return 1 if plan.memory.fits is False else 0
 

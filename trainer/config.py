@@ -118,7 +118,11 @@ class PrecisionConfig:
     ] = None
     first_scale: Annotated[
         float | None,
-        Field(ge=1, description="f16: first loss scale; null: that of precision.loss_scale"),
+        Field(
+            ge=1,
+            le=2.0**127,
+            description="f16: first loss scale; null: that of precision.loss_scale",
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -336,7 +336,7 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
     values = {name: metrics[name].item() for name in (*first, *metrics)}
     flops, peak = step_flops(run.config), peak_flops(run.config)
     values |= {
-        "tokens": int(values["tokens"]),
+        "tokens": int(values["tokens"]) if math.isfinite(values["tokens"]) else None,
         "step_time": seconds,
         "tokens_per_second": values["tokens"] / seconds,
         "mfu": mfu(flops, seconds, run.layout.mesh.size, peak),

@@ -21,9 +21,10 @@ from ..models.dropout import Dropout, row_keys
 from ..models.transformer import Transformer, blocks, embed
 from ..sharding.layout import Layout, specs
 from .config import Config
+from .plan import DoesNotFitError, compile_step
 from .precision import DTYPES
 from .state import abstract_state, lay_out
-from .step import make_train_step, step_shapes
+from .step import step_shapes
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
@@ -51,16 +52,24 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
         for name in POLICIES
     ]
     costs = [block_costs(config, layout) for config in configs]
+
+    def temporaries(config: Config) -> str:
+        try:
+            return f"{temporary_bytes(config, layout):,}"
+        except DoesNotFitError:
+            return "does not fit"
+
     names = (*get_args(Saved), UNNAMED)
-    rows: dict[str, Sequence[float]] = {
+    rows: dict[str, list[float]] = {
         name: [cost.saved[name] / layers for cost in costs] for name in names
     }
     rows |= {
         "saved, per layer": [cost.saved.total() / layers for cost in costs],
         "of it on the host": [cost.on_host / layers for cost in costs],
         "FLOPs again, per layer": [(cost.flops - costs[0].flops) / layers for cost in costs],
-        "temporary, the step": [temporary_bytes(config, layout) for config in configs],
     }
+    cells = {name: [f"{round(value):,}" for value in values] for name, values in rows.items()}
+    cells["temporary, the step"] = [temporaries(config) for config in configs]
     mesh = " · ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1)
     own = ", ".join(f"{key}={value}" for key, value in vars(config.remat).items() if value)
     return "\n".join(
@@ -68,10 +77,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
             f"bytes per device of {mesh or 'one device'}, one of {config.train.microbatches} "
             f"micro-batch(es); remat {own}",
             f"{'':24}" + "".join(f"{policy:>16}" for policy in POLICIES),
-            *(
-                f"{name:24}" + "".join(f"{round(value):>16,}" for value in values)
-                for name, values in rows.items()
-            ),
+            *(f"{name:24}" + "".join(f"{cell:>16}" for cell in row) for name, row in cells.items()),
         ]
     )
 
@@ -108,12 +114,12 @@ def block_costs(config: Config, layout: Layout) -> Cost:
 
 
 def temporary_bytes(config: Config, layout: Layout) -> int:
-    """Of the compiled train step on one device, which here counts host memory in."""
-    shapes = step_shapes(config, layout)
-    options: Any = {"xla_backend_optimization_level": 0}  # of machine code: buffers stay the same
-    compiled = make_train_step(config, layout).lower(*shapes).compile(options)
-    memory: Any = compiled.memory_analysis()
-    return memory.temp_size_in_bytes
+    """Of the compiled train step on one device; on CPU that counts host memory in. Raises
+    DoesNotFitError.
+    """
+    # optimising machine code changes no buffer
+    _, compiled = compile_step(config, layout, {"xla_backend_optimization_level": 0})
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def saved_bytes(jaxpr: Jaxpr) -> tuple[Counter[str], int]:

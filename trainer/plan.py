@@ -92,20 +92,15 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
     here, and read it. Raises DoesNotFitError where the compiler refuses for lack of memory.
     """
     layout = lay_out(config, devices)
-    kind = devices[0].device_kind
-    lowered = make_train_step(config, layout).lower(*step_shapes(config, layout))
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        line, *_ = str(error).splitlines()
-        told = re.search(r"(?i)\S*Used \S+ of \S+ hbm.*|HLO temporaries \(.*", line)
-        reason = told[0] if told else line
-        raise DoesNotFitError(f"the step does not fit a {kind}: {reason}") from None
+    lowered, compiled = compile_step(config, layout)
     # CPU sends bf16 as f32, in place of devices that would not
     asked = lowered.as_text(debug_info=True) if devices[0].platform == "cpu" else None
     program = read_program(compiled.as_text() or "", layout.mesh.shape, asked)
+    endless = [
+        f"{each.kind} of {each.scope}, in a loop of unknown length, counted once"
+        for each in program.collectives
+        if each.times is None
+    ]
     moved = tuple(movements(program.collectives, config, layout))
     analysis: Any = compiled.memory_analysis()
     arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
@@ -113,12 +108,12 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
     return Plan(
         name=config.run.name,
         mesh={axis: size for axis, size in layout.mesh.shape.items() if size > 1},
-        device=kind,
+        device=devices[0].device_kind,
         zero=layout.zero,
         held=tuple(holdings(config, layout)),
         moved=moved,
         unexplained=sum(max(0, row.sent - row.formula) for row in moved),
-        unknown=program.unknown,
+        unknown=(*program.unknown, *endless),
         memory=Memory(
             arguments,
             temporaries,
@@ -126,6 +121,23 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
             None if limit is None else arguments + temporaries <= limit,
         ),
     )
+
+
+def compile_step(config: Config, layout: Layout, options: Any = None) -> tuple[Any, Any]:
+    """The train step, lowered and compiled. Raises DoesNotFitError where the compiler refuses for
+    lack of memory.
+    """
+    lowered = make_train_step(config, layout).lower(*step_shapes(config, layout))
+    try:
+        return lowered, lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        line, *_ = str(error).splitlines()
+        told = re.search(r"(?i)\S*Used \S+ of \S+ hbm.*|HLO temporaries \(.*", line)
+        reason = told[0] if told else line
+        kind = layout.mesh.devices.flat[0].device_kind
+        raise DoesNotFitError(f"the step does not fit a {kind}: {reason}") from None
 
 
 def holdings(config: Config, layout: Layout) -> Iterator[Held]:
@@ -173,12 +185,17 @@ def movements(collectives: Sequence[Collective], config: Config, layout: Layout)
             axes=axes,
             kind=kind,
             dtypes=tuple(sorted({dtype for each in found for dtype in each.dtype.split("+")})),
-            times=sum(each.times or 1 for each in found),
-            sent=sum(each.sent * (each.times or 1) for each in found),
-            exposed=sum(each.sent * (each.times or 1) for each in found if not each.overlapped),
+            times=sum(times(each) for each in found),
+            sent=sum(each.sent * times(each) for each in found),
+            exposed=sum(each.sent * times(each) for each in found if not each.overlapped),
             formula=round(sum(each.sent for each in known)),
             why=tuple(dict.fromkeys(each.what for each in known)),
         )
+
+
+def times(collective: Collective) -> int:
+    """Once where the program does not say how often; `make_plan` tells."""
+    return 1 if collective.times is None else collective.times
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -216,7 +233,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         f"temporary = {total:,}"
     )
     if memory.limit is None:
-        yield "the device is this machine's CPU: nothing to compare that with"
+        yield f"what a {plan.device} has is this machine's own, or not known"
     elif memory.fits:
         yield f"fits in {memory.limit:,}: {1 - total / memory.limit:.0%} is left"
     else:

@@ -123,6 +123,11 @@ def as_one_process(config: Config, processes: int) -> Config:
 def compare(before: Config, now: Config) -> list[str]:
     """One line for each key that differs. Raises ValueError naming those that may not."""
     lines = _differences(asdict(before), asdict(now))
+    if "f16" in (before.precision.compute, now.precision.compute) and "precision.compute" in lines:
+        raise ValueError(
+            f"the run was started with {lines['precision.compute']}; only f16 keeps a loss scale: "
+            f"write it as it was, or checkpoint.init_from=… for a new run from its parameters"
+        )
     refused = [
         line for key, line in lines.items() if _within(key, FIXED) and not _within(key, FREE)
     ]

@@ -12,8 +12,8 @@ from typing import Any
 from .config import Config, DeviceConfig
 from .load import ConfigError, override
 
-ALONE = "device.coordinator=null", "device.process_id=null", "device.process_count=null"
-"""Overrides of a config that is looked at by one process."""
+ALONE = "device.coordinator=null", "device.process_id=null", "device.process_count=1"
+"""Overrides of a config that is looked at by one process, whatever a scheduler says."""
 
 WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no lock: several may compile at once
@@ -23,7 +23,7 @@ WITHOUT_TPU = {
 }
 """Environment in which libtpu compiles for a topology and does not look for a TPU."""
 
-MEMORY = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
+MEMORY = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 """GiB of one device by `jax.Device.device_kind`, from the vendor's data sheets."""
 
 
@@ -49,6 +49,7 @@ def prepare_target(config: Config, target: str) -> tuple[Config, list[Any]]:
         return override(config, *ALONE, *there), devices
     if target == "cpu":
         config = on_simulated_devices(config)
+    config = override(config, *ALONE)
     prepare_devices(config.device)
     return config, jax.devices()
 
@@ -65,7 +66,7 @@ def on_simulated_devices(config: Config) -> Config:
         )
     count = math.prod(stated.values() if stated else sizes.values())
     simulated = "device.platform=cpu", f"device.cpu_devices={count}", f"device.count={count}"
-    return override(config, *ALONE, *simulated)
+    return override(config, *simulated)
 
 
 def topology_devices(name: str) -> list[Any]:
@@ -73,12 +74,17 @@ def topology_devices(name: str) -> list[Any]:
     from jax.experimental import topologies
 
     try:
-        return list(topologies.get_topology_desc(name, platform="tpu").devices)
+        devices = list(topologies.get_topology_desc(name, platform="tpu").devices)
     except Exception as error:  # libtpu's own kinds
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"--target {name}: {reason}; write devices, cpu or a TPU topology such as v5e:4x4"
         ) from None
+    if any(device.core_on_chip for device in devices):
+        raise ValueError(
+            f"--target {name}: no mesh has chips of two devices; write v5e, v5p or v6e"
+        )
+    return devices
 
 
 def device_memory(device: Any) -> int | None:

@@ -58,6 +58,10 @@ ONE_DEVICE = (
     *(f"mesh.{axis}=1" for axis in MESH_AXES),
     "train.eval_batch_size=null",
     "precision.compute=f32",
+    "precision.reduce=f32",
+    "precision.loss_scale=null",
+    "precision.first_scale=null",
+    "train.halt_on_nan=false",
 )
 """Overrides that put any config on one device, in f32."""
 

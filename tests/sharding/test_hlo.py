@@ -173,6 +173,14 @@ def test_each_part_of_a_combined_collective_has_the_dtype_that_was_asked_for():
     assert essence(found) == [("all-reduce", ("tensor",), "bf16+f32", 96 + 96 + 48, 1)]
 
 
+def test_arrays_of_one_size_are_told_apart_by_their_dims():
+    def step(x, y):
+        return all_reduce((x, y), "tensor", layout())
+
+    found = read(step, ones(8, 6, dtype=jnp.bfloat16), ones(6, 8))
+    assert essence(found) == [("all-reduce", ("tensor",), "bf16+f32", 96 + 192, 1)]
+
+
 def test_parts_of_different_scopes():
     def step(x, y):
         with jax.named_scope("attention"):

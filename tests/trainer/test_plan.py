@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from unittest import mock
 
 import jax
 import pytest
 
+from meshwright.sharding.hlo import Collective, Program
 from meshwright.trainer import plan as plans
 from meshwright.trainer.cli import main
 from meshwright.trainer.load import load, override, to_yaml
+from meshwright.trainer.memory import memory_table
 from meshwright.trainer.plan import make_plan
 from meshwright.trainer.target import on_simulated_devices
 from runs import SMALL, first_devices, make_config
@@ -173,9 +176,9 @@ def test_a_step_that_does_not_fit_says_by_how_much(small_config, tmp_path, capsy
     assert last.startswith("does not fit in 1,000: ") and last.endswith(" too many")
 
 
-def test_what_the_compiler_refuses_is_one_line(small_config, monkeypatch):
+def test_what_the_compiler_refuses_is_one_line(small_config, tmp_path, capsys, monkeypatch):
     class Lowered:
-        def compile(self):
+        def compile(self, options):
             raise jax.errors.JaxRuntimeError(
                 "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
                 "space hbm. Used 20.10G of 15.75G hbm. Exceeded hbm capacity by 4.35G.\n\nTotal"
@@ -185,11 +188,29 @@ def test_what_the_compiler_refuses_is_one_line(small_config, monkeypatch):
         lower = staticmethod(lambda *shapes: Lowered())
 
     monkeypatch.setattr(plans, "make_train_step", lambda *_: Step)
-    with pytest.raises(plans.DoesNotFitError) as caught:
-        make_plan(small_config, jax.devices())
-    assert str(caught.value) == (
-        "the step does not fit a cpu: Used 20.10G of 15.75G hbm. Exceeded hbm capacity by 4.35G"
+    path, reason = (
+        tmp_path / "small.yaml",
+        ("the step does not fit a cpu: Used 20.10G of 15.75G hbm. Exceeded hbm capacity by 4.35G."),
     )
+    path.write_text(to_yaml(small_config))
+    assert main(["plan", str(path)]) == 1
+    assert capsys.readouterr().err == f"meshwright: {reason}\n"
+    assert main(["plan", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"memory": {"fits": False}, "reason": reason}
+    *_, last = memory_table(small_config, jax.devices()).splitlines()
+    assert last.split("step")[1].split("  ")[-1].strip() == "does not fit"
+
+
+def test_a_loop_of_unknown_length_is_said(small_config, monkeypatch):
+    endless = Collective("all-gather", ("fsdp",), "f32", 7, None, "a/b", False)
+    monkeypatch.setattr(plans, "read_program", lambda *_: Program((endless, endless), ()))
+    monkeypatch.setattr(plans, "compile_step", lambda *_: (mock.MagicMock(), mock.MagicMock()))
+    plan = make_plan(small_config, jax.devices())
+    (row,) = (row for row in plan.moved if row.sent)
+    assert (row.times, row.sent) == (2, 14)
+    line = "all-gather of a/b, in a loop of unknown length, counted once"
+    assert plan.unknown == (line, line)
 
 
 def test_an_unknown_target_is_one_line(capsys):

@@ -124,6 +124,16 @@ def test_changes_that_are_refused(changed):
     assert "run.name=…" in str(caught.value)
 
 
+@pytest.mark.parametrize("changed", [("f16", "bf16"), ("f32", "f16")])
+def test_a_change_to_or_from_f16_is_refused(changed):
+    before, now = (override(Config(), f"precision.compute={dtype}") for dtype in changed)
+    with pytest.raises(ValueError, match=r"precision.compute=\S+, now .*checkpoint.init_from=…"):
+        compare(before, now)
+    assert compare(override(Config(), "precision.compute=bf16"), Config()) == [
+        "precision.compute=bf16, now f32"
+    ]
+
+
 def test_the_folder_is_made_with_its_config_and_what_its_documents_were(tmp_path):
     config = config_in(tmp_path / "not" / "yet")
     folder = run_folder(config)

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.trainer import verify
 from meshwright.trainer.cli import main
+from meshwright.trainer.config import PrecisionConfig
 from meshwright.trainer.load import override, to_yaml
 from meshwright.trainer.verify import (
     CHOICES,
@@ -188,6 +189,20 @@ def test_any_config_becomes_a_one_device_reference(small_config):
     assert reference.precision.compute == "f32"
     assert (reference.layout.zero, reference.remat.policy) == (3, "none")
     assert (reference.train.microbatches, reference.train.batch_size) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.halt_on_nan=true",),
+        ("precision.reduce=bf16",),
+        ("precision.compute=f16", "precision.loss_scale=megatron", "precision.first_scale=8"),
+    ],
+)
+def test_whatever_its_precision_a_config_is_verified_in_f32(small_config, overrides):
+    reference = override(override(small_config, *overrides), *REFERENCE)
+    assert reference.precision == PrecisionConfig()
+    assert not reference.train.halt_on_nan
 
 
 def test_the_batch_is_hard(small_config):

@@ -1,11 +1,11 @@
 """Exact attention in blocks with an online softmax (arXiv 2205.14135, 2307.08691): memory linear in
-the sequence, hidden block pairs skipped, gradients from its own VJP whose residuals are q, k, v, o
-and the logsumexp.
+the sequence, hidden block pairs skipped. `block_kernel` is what `sharding/context.py` calls on
+whatever queries and keys meet on a device; the VJP is there.
 
 What a query sees follows from the tokens' true positions and documents, never from their place in
 the array: key visible to query when both are in the same document (segment, never one < 0, which is
-padding), and causality and the window allow it. So packed rows, and later permuted ones, are just
-data.
+padding), and causality and the window allow it. So packed and permuted rows, and keys of another
+device, are just data.
 
 Shapes: B sequences, S tokens, K kv heads, G query heads per kv head, H = K·G, D head_dim, q and k
 block lengths Q.
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+
+from ..sharding.context import BlockKernel
 
 LARGEST_BLOCK = 256
 HIDDEN = -1e30
@@ -47,29 +48,17 @@ class Tokens(NamedTuple):
     segments: jax.Array
 
 
-def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array, mask: Mask
-) -> jax.Array:
-    """softmax(q·k/sqrt(D) under `mask`)·v for q [B, S, H, D] and k, v [B, S, K, D]; positions,
-    segments [B, S].
+def block_kernel(mask: Mask, consecutive: int) -> BlockKernel:
+    """softmax(q·k/sqrt(D) under `mask`)·v and its gradients, the softmax in f32; query head h
+    attends with kv head h // G. Queries with segment < 0 give zeros.
 
-    Query head h attends with kv head h // G. Softmax in f32; the result has q's dtype. Tokens with
-    segment < 0 give zeros.
+    q_at and k_at are `Tokens`. consecutive: tokens that follow one another, and so can be hidden
+    together; blocks are an even part of them, at most LARGEST_BLOCK.
     """
-    batch, tokens, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    blocks = -(-tokens // LARGEST_BLOCK)
-    size = -(-tokens // blocks)
-    padding = blocks * size - tokens
-
-    def cut(a, fill=0):  # [B, S, ...] -> [blocks, B, Q, ...]
-        a = jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
-        return jnp.moveaxis(a.reshape(batch, blocks, size, *a.shape[2:]), 1, 0)
-
-    where = Tokens(cut(positions), cut(segments, fill=-1))
-    q, k, v = (_by_head(cut(a), kv_heads) for a in (q, k, v))
-    o = jnp.moveaxis(_by_token(_attention(q, k, v, where, mask), size), 0, 1)
-    return o.reshape(batch, blocks * size, heads, -1)[:, :tokens]
+    size = -(-consecutive // -(-consecutive // LARGEST_BLOCK))
+    return BlockKernel(
+        partial(_forward, mask=mask, size=size), partial(_backward, mask=mask, size=size)
+    )
 
 
 def attend_to(
@@ -83,6 +72,23 @@ def attend_to(
     weight = jnp.where(visible, jax.nn.softmax(score), 0.0)
     o = jnp.matmul(weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return _by_token(o.astype(q.dtype), q.shape[1])
+
+
+def _cut(a: jax.Array, size: int, fill: int = 0) -> jax.Array:
+    """[B, S, ...] -> [blocks, B, Q, ...], Q = size; `fill` pads the last block."""
+    padding = -a.shape[1] % size
+    a = jnp.pad(a, [(0, 0), (0, padding)] + [(0, 0)] * (a.ndim - 2), constant_values=fill)
+    return jnp.moveaxis(a.reshape(a.shape[0], -1, size, *a.shape[2:]), 1, 0)
+
+
+def _cut_places(at: Tokens, size: int) -> Tokens:
+    return Tokens(_cut(at.positions, size), _cut(at.segments, size, fill=-1))
+
+
+def _join(a: jax.Array, size: int, tokens: int) -> jax.Array:
+    """[blocks, B, K, G·Q, D] -> [B, S, H, D], S = tokens: undoes `_by_head(_cut(a, size))`."""
+    a = jnp.moveaxis(_by_token(a, size), 0, 1)
+    return a.reshape(a.shape[0], -1, *a.shape[3:])[:, :tokens]
 
 
 def _by_head(a: jax.Array, kv_heads: int) -> jax.Array:
@@ -99,16 +105,11 @@ def _by_token(a: jax.Array, tokens: int) -> jax.Array:
     return jnp.moveaxis(a, -2, -4).reshape(*outer, tokens, -1, size)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, where: Tokens, mask: Mask):
-    """q [blocks, B, K, G·Q, D], k, v [blocks, B, K, Q, D] -> o like q."""
-    return _attention_forward(q, k, v, where, mask)[0]
-
-
-def _attention_forward(q, k, v, where, mask):
-    # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked:
-    # without the barrier the masks of every block pair, O(S^2) bytes
-    q, k, v, where = lax.optimization_barrier((q, k, v, where))
+def _forward(q, k, v, q_at: Tokens, k_at: Tokens, *, mask: Mask, size: int):
+    """`BlockKernel.forward`: one query block after another over all key blocks."""
+    tokens, kv_heads = q.shape[1], k.shape[2]
+    q, k, v = (_by_head(_cut(a, size), kv_heads) for a in (q, k, v))
+    q_at, k_at = _cut_places(q_at, size), _cut_places(k_at, size)
     accumulate = partial(_accumulate, mask=mask)
 
     def one_query_block(_, query):
@@ -120,21 +121,22 @@ def _attention_forward(q, k, v, where, mask):
 
         row = (*q.shape[:-1], 1)
         state = jnp.zeros(q.shape, jnp.float32), jnp.full(row, HIDDEN), jnp.zeros(row, jnp.float32)
-        (o, top, total), _ = lax.scan(one_key_block, state, (k, v, where, sees))
+        (o, top, total), _ = lax.scan(one_key_block, state, (k, v, k_at, sees))
         total = jnp.where(total > 0, total, 1.0)
-        return None, ((o / total).astype(q.dtype), top + jnp.log(total))
+        return None, (o / total, top + jnp.log(total))
 
-    _, (o, logsumexp) = lax.scan(one_query_block, None, (q, where, _visible_pairs(where, mask)))
-    # named where the VJP takes them, so that a policy may save them and skip this whole pass
-    o = checkpoint_name(o, "attention.context")
-    logsumexp = checkpoint_name(logsumexp, "attention.logsumexp")
-    return o, (q, k, v, where, o, logsumexp)
+    queries = q, q_at, _visible_pairs(q_at, k_at, mask)
+    _, (o, logsumexp) = lax.scan(one_query_block, None, queries)
+    return _join(o, size, tokens), _join(logsumexp, size, tokens)[..., 0]
 
 
-def _attention_backward(mask, residuals, do):
-    q, k, v, where, o, logsumexp, do = lax.optimization_barrier((*residuals, do))
-    inner = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1, keepdims=True)
-    queries = (q, do, logsumexp, inner, where)
+def _backward(q, k, v, q_at: Tokens, k_at: Tokens, do, logsumexp, inner, *, mask: Mask, size: int):
+    """`BlockKernel.backward`: one key block after another over all query blocks."""
+    (tokens, keys), kv_heads = (q.shape[1], k.shape[1]), k.shape[2]
+    rows = logsumexp[..., None], inner[..., None]
+    q, do, *rows, k, v = (_by_head(_cut(a, size), kv_heads) for a in (q, do, *rows, k, v))
+    q_at, k_at = _cut_places(q_at, size), _cut_places(k_at, size)
+    queries = (q, do, *rows, q_at)
     block = jnp.arange(q.shape[0])
 
     def one_key_block(dq, key):
@@ -152,14 +154,12 @@ def _attention_backward(mask, residuals, do):
         k, v, _ = key
         state = dq, jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
         (dq, dk, dv), _ = lax.scan(one_query_block, state, (block, seen_by, queries))
-        return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
+        return dq, (dk, dv)
 
     dq = jnp.zeros(q.shape, jnp.float32)
-    dq, (dk, dv) = lax.scan(one_key_block, dq, (k, v, where, _visible_pairs(where, mask).T))
-    return dq.astype(q.dtype), dk, dv, None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+    seen_by = _visible_pairs(q_at, k_at, mask).T
+    dq, (dk, dv) = lax.scan(one_key_block, dq, (k, v, k_at, seen_by))
+    return _join(dq, size, tokens), _join(dk, size, keys), _join(dv, size, keys)
 
 
 def _accumulate(state, q, q_at: Tokens, key, *, mask: Mask):
@@ -215,16 +215,17 @@ def _scores(q, k, q_at: Tokens, k_at: Tokens, mask: Mask):
     return jnp.where(visible, score, HIDDEN), visible
 
 
-def _visible_pairs(at: Tokens, mask: Mask) -> jax.Array:
+def _visible_pairs(q_at: Tokens, k_at: Tokens, mask: Mask) -> jax.Array:
     """[query blocks, key blocks]: whether any key of one can be visible to any query of the other.
 
-    at: of all blocks, [blocks, B, Q]. Never False where one is visible. Bounds only: documents by
-    their ranges, causality by the last query and the first key in (document, position) order, the
-    window by positions where each block lies in a single document.
+    q_at, k_at: of all blocks, [blocks, B, Q]. Never False where one is visible. Bounds only:
+    documents by their ranges, causality by the last query and the first key in (document, position)
+    order, the window by positions where each block lies in a single document.
     """
-    first, last = _ends(at)
-    (q_first, q_first_at), (q_last, q_last_at) = jax.tree.map(lambda a: a[:, None], (first, last))
-    (k_first, k_first_at), (k_last, k_last_at) = jax.tree.map(lambda a: a[None, :], (first, last))
+    q_ends = jax.tree.map(lambda a: a[:, None], _ends(q_at))
+    k_ends = jax.tree.map(lambda a: a[None, :], _ends(k_at))
+    (q_first, q_first_at), (q_last, q_last_at) = q_ends
+    (k_first, k_first_at), (k_last, k_last_at) = k_ends
     possible = (q_first <= k_last) & (k_first <= q_last)
     if mask.causal:
         possible &= (k_first < q_last) | ((k_first == q_last) & (k_first_at <= q_last_at))

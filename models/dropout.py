@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..sharding.collectives import axis_index
+from ..sharding.context import token_at
 from ..sharding.layout import Layout
 
 EMBEDDING, ATTENTION, MLP = range(3)
@@ -57,7 +58,7 @@ def drop(
 def _drop(x: jax.Array, words: jax.Array, rate: float, layout: Layout) -> jax.Array:
     """Linear in x, and its own transpose. words: uint32 [B, 2]."""
     tokens, channels = x.shape[1:]
-    token = _first_token(tokens, layout) + jnp.arange(tokens, dtype=jnp.uint32)
+    token = _tokens_of_row(tokens, layout)
     element = token[:, None] * np.uint32(channels) + jnp.arange(channels, dtype=jnp.uint32)[None]
     key = words[:, :, None, None]
     bits = _mix(_mix(element[None] ^ key[:, 0]) ^ key[:, 1])
@@ -76,12 +77,14 @@ def _drop_backward(rate, layout, words, dy):
 _drop.defvjp(_drop_forward, _drop_backward)
 
 
-def _first_token(tokens: int, layout: Layout) -> jax.Array:
-    """The row's number of the first of this device's `tokens` of it."""
-    part = axis_index("context", layout)
+def _tokens_of_row(tokens: int, layout: Layout) -> jax.Array:
+    """The row's numbers, uint32, of this device's `tokens` of it."""
+    part, parts = axis_index("context", layout), layout.size("context")
     if layout.sequence_parallel:
         part = part * layout.size("tensor") + axis_index("tensor", layout)
-    return jnp.asarray(part * tokens, jnp.uint32)
+        parts *= layout.size("tensor")
+    place = jnp.asarray(part * tokens, jnp.uint32) + jnp.arange(tokens, dtype=jnp.uint32)
+    return token_at(place, parts * tokens, layout)
 
 
 def _mix(word: jax.Array) -> jax.Array:

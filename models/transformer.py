@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from ..sharding import context
 from ..sharding.layout import Layout
 from ..sharding.linear import lookup
 from . import init
 from .attention import Attention, Kernel, attend, causal_mask
-from .attention_kernel import attention
+from .attention_kernel import Tokens, block_kernel
 from .batch import Batch
 from .config import ModelConfig, RematConfig
 from .dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop
@@ -69,10 +70,12 @@ def blocks(
 ) -> jax.Array:
     """All layers, scanned."""
     rotation = rotations(batch.positions, config)
-    mask = causal_mask(config)
+    at = context.gather_tokens(Tokens(batch.positions, batch.segments), layout)
+    consecutive = context.consecutive(batch.tokens.shape[1], layout)
+    blockwise = block_kernel(causal_mask(config), consecutive)
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return attention(q, k, v, batch.positions, batch.segments, mask), None
+        return context.attend(q, k, v, at, blockwise, layout), None
 
     def layer(x: jax.Array, numbered: tuple[Any, Block]) -> jax.Array:
         number, p = numbered

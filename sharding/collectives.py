@@ -3,8 +3,8 @@
 Notation: A[B_X, D] has dim B cut over mesh axis X; {partial over Y} means that the sum over Y is
 still to come. n is the bytes of the full array, N the devices along the axes; each docstring says
 what one device sends. Under autodiff each function transposes to its partner (all_reduce to itself,
-all_gather to reduce_scatter, shift to the shift back), which makes cotangents shares as well: see
-"sum of shares" in docs/design.md.
+all_gather to reduce_scatter, shift and all_to_all to the way back), which makes cotangents shares
+as well: see "sum of shares" in docs/design.md.
 
 An axis of size 1 returns its input: XLA keeps size-1 collectives on CPU. Nothing else tests sizes.
 """
@@ -67,11 +67,23 @@ def _in_dtype(collective: Callable[[Any], Any], tree: Any, dtype: Any) -> Any:
 
 def shift(tree, axis: str, by: int, layout: Layout):
     """Every leaf A goes to the device `by` places further along the axis, round its ring; a
-    negative `by` goes back. Sends the bytes of A.
+    negative `by` goes back, and one of whole rounds nowhere. Sends the bytes of A.
     """
     size = layout.size(axis)
     pairs = [(place, (place + by) % size) for place in range(size)]
-    return lax.ppermute(tree, axis, pairs) if size > 1 else tree
+    return lax.ppermute(tree, axis, pairs) if by % size else tree
+
+
+def all_to_all(tree, axis: str, group: int, split: int, join: int, layout: Layout):
+    """Every leaf A[.., S_axis, .., H, ..] -> A[.., S, .., H_axis, ..]: dim `split` is cut and dim
+    `join` made whole, among each `group` neighbours along the axis. Sends (N-1)/N of the bytes of
+    the device's A, N = group.
+    """
+    size = layout.size(axis)
+    groups = [list(range(first, first + group)) for first in range(0, size, group)]
+    exchange = partial(lax.all_to_all, axis_name=axis, split_axis=split, concat_axis=join)
+    exchange = partial(exchange, axis_index_groups=groups, tiled=True)
+    return jax.tree.map(exchange, tree) if group > 1 else tree
 
 
 def axis_index(axis: str, layout: Layout) -> jax.Array | int:

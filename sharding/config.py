@@ -5,7 +5,7 @@ here.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
 """Every mesh has these axes, slowest link first."""
 
-NOT_BUILT_AXES = ("replica", "pipe", "expert", "context")
+NOT_BUILT_AXES = ("replica", "pipe", "expert")
 """Axes that exist in every mesh but whose systems are not written yet: sizes above 1 are refused.
 """
 
@@ -35,7 +35,9 @@ class MeshConfig:
         int, Field(description="devices that see different rows and share the state by layout.zero")
     ] = 1
     expert: Annotated[int, NOT_YET] = 1
-    context: Annotated[int, NOT_YET] = 1
+    context: Annotated[
+        int, Field(description="devices that share each sequence, also in attention")
+    ] = 1
     tensor: Annotated[
         int, Field(description="devices that share each layer's heads, hidden width and vocabulary")
     ] = 1
@@ -107,6 +109,23 @@ class LayoutConfig:
             description="of layout.overlap: chunks go round 1 way, or 2 at once in half the hops",
         ),
     ] = 1
+    context: Annotated[
+        Literal["ring", "zigzag", "ulysses", "all_gather", "usp"],
+        Field(
+            description="what meets in attention over context: ring, keys and values go round; "
+            "zigzag, the same with causal work balanced; all_gather, they are gathered; ulysses, "
+            "tokens are exchanged for heads; usp, that among layout.ulysses neighbours, zigzag "
+            "across"
+        ),
+    ] = "ring"
+    ulysses: Annotated[
+        int,
+        Field(
+            gt=0,
+            description="of layout.context=usp: neighbours along context that exchange tokens for "
+            "heads",
+        ),
+    ] = 2
     rules: Annotated[
         dict[str, list[str]],
         Field(description="logical axis -> mesh axes, replacing a row of sharding/rules.py"),

@@ -29,6 +29,7 @@ class Layout:
     sequence_parallel: bool
     overlap: bool
     overlap_directions: int
+    context: str
     reduce: Any
 
     @cached_property
@@ -98,6 +99,7 @@ def make_layout(
         sequence_parallel=config.sequence_parallel,
         overlap=config.overlap,
         overlap_directions=config.overlap_directions,
+        context=config.context,
         reduce=reduce,
     )
 

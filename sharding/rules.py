@@ -48,12 +48,16 @@ class Resolved:
     """The table for one model on one mesh.
 
     rules: (logical axis, mesh axes) pairs. kv_copies: heads that kv heads are repeated to where
-    tensor does not divide them, so that each tensor shard gets whole ones. notes: lines for the
-    start-up summary about what stayed replicated.
+    tensor does not divide them, so that each tensor shard gets whole ones. ulysses: neighbours
+    along context that exchange tokens for heads. chunks: of each row, dealt out along context in
+    zigzag; 1: it is cut as it stands. notes: lines for the start-up summary about what stayed
+    replicated.
     """
 
     rules: tuple[tuple[str, tuple[str, ...]], ...]
     kv_copies: int
+    ulysses: int
+    chunks: int
     notes: tuple[str, ...]
 
 
@@ -92,6 +96,7 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
     rules = RULES | {name: _override(name, axes) for name, axes in layout.rules.items()}
     if not layout.sequence_parallel:
         rules["seq"] = ("context",)
+    ulysses, chunks = _context(layout, sizes)
     notes, kv_copies = [], 0
     for dim in dims:
         shards = math.prod(sizes[axis] for axis in rules[dim.axis])
@@ -112,7 +117,36 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
             notes.append(f"{dim.key}={dim.size} is not a multiple of {over}: replicated instead")
         else:
             raise ValueError(f"{dim.key}={dim.size} is not a multiple of {over}")
-    return Resolved(tuple(rules.items()), kv_copies, tuple(notes))
+    mode = f"layout.context={layout.context} on mesh.context={sizes['context']}"
+    for dim in dims:
+        heads = dim.size // sizes["tensor"]
+        if dim.axis == "heads" and heads % ulysses:
+            raise ValueError(
+                f"{dim.key}={dim.size} on mesh.tensor={sizes['tensor']} leaves {heads} heads, not "
+                f"a multiple of the {ulysses} devices among which {mode} exchanges them; write "
+                f"layout.context=zigzag"
+            )
+        if dim.axis == "seq" and dim.size % chunks:
+            raise ValueError(
+                f"{dim.key}={dim.size} is not a multiple of the {chunks} chunks that {mode} deals "
+                f"out; write layout.context=ring"
+            )
+    return Resolved(tuple(rules.items()), kv_copies, ulysses, chunks, tuple(notes))
+
+
+def _context(layout: LayoutConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """`ulysses` and `chunks` of a layout: see `Resolved`."""
+    devices = sizes["context"]
+    if devices == 1 or layout.context == "ring":
+        return 1, 1
+    if layout.context == "ulysses":
+        return devices, 1
+    if layout.context != "usp":
+        return 1, 2 * devices
+    if devices % layout.ulysses:
+        raise ValueError(f"layout.ulysses={layout.ulysses} does not divide mesh.context={devices}")
+    groups = devices // layout.ulysses
+    return layout.ulysses, 2 * groups if groups > 1 else 1
 
 
 def _override(name: str, axes: list[str]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from meshwright.sharding.config import MESH_AXES, LayoutConfig, MeshConfig
 from meshwright.sharding.layout import Layout, make_layout, map_params
 from meshwright.sharding.mesh import make_mesh
 from meshwright.trainer.config import Config
+from meshwright.trainer.data.loader import token_order
 from meshwright.trainer.load import override
 from meshwright.trainer.precision import first_scale
 from meshwright.trainer.state import State, abstract_state, lay_out, named_leaves, state_shardings
@@ -55,11 +56,12 @@ def make_config(*overrides: str) -> Config:
     return override(Config(), *REFERENCE, *overrides)
 
 
-def layout_on(dims=(), **keys):
-    """A layout on as many of the eight devices as the mesh axes among the keys take."""
+def layout_on(dims=(), mode="ring", **keys):
+    """A layout on as many of the eight devices as the mesh axes among the keys take. mode:
+    layout.context, since context is an axis too."""
     axes = {"data": 1} | {key: keys.pop(key) for key in MESH_AXES if key in keys}
     mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
-    return make_layout(LayoutConfig(**keys), mesh, dims)
+    return make_layout(LayoutConfig(context=mode, **keys), mesh, dims)
 
 
 def shard_map(function, layout, in_specs, out_specs):
@@ -89,7 +91,8 @@ def random_params(config: Config):
 def place(batch: Batch, config: Config, layout: Layout) -> Batch:
     """A batch [1, B, S] in the config's micro-batches, on the layout's devices."""
     pieces = config.train.microbatches
-    batch = jax.tree.map(lambda a: a.reshape(pieces, -1, a.shape[-1]), batch)
+    order = token_order(config.train.seq_len, layout)
+    batch = jax.tree.map(lambda a: a[..., order].reshape(pieces, -1, a.shape[-1]), batch)
     return jax.device_put(batch, layout.sharding(layout.batch_spec()))
 
 

@@ -40,8 +40,7 @@ def evaluate(eval_step, params: Transformer, batches: Iterable[Batch]) -> Evalua
 def heldout_batches(heldout: Split, config: Config, layout: Layout) -> Iterator[Batch]:
     """The whole held-out set; the last batch is filled with rows of weight zero."""
     size = config.train.eval_batch_size or config.train.batch_size
-    sharding = layout.sharding(layout.batch_spec())
-    return eval_batches(heldout, size, config.train.seq_len, sharding)
+    return eval_batches(heldout, size, config.train.seq_len, layout)
 
 
 def counting_levels(store: Store) -> dict[str, float]:

@@ -165,9 +165,9 @@ def _continue(
     settings: _Settings,
     plan: _Plan,
 ) -> jax.Array:
-    """text[B_{data,fsdp}, T] with each row's prompt at its start -> text[B, T] with continuations,
-    on every device. lengths, numbers [B_{data,fsdp}]: tokens of the prompts, 0 where there is none,
-    and which prompt a row is.
+    """text[B_{data,fsdp,context}, T] with each row's prompt at its start -> text[B, T] with
+    continuations, on every device. lengths, numbers [B_{data,fsdp,context}]: tokens of the prompts,
+    0 where there is none, and which prompt a row is.
     """
     rows = P(_batch(plan.layout))
     run = jax.shard_map(
@@ -251,7 +251,8 @@ def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _batch(layout: Layout) -> tuple[str, ...]:
-    return layout.axes("batch")
+    """Mesh axes over which prompts are cut: a row is never cut, so context has others too."""
+    return (*layout.axes("batch"), "context")
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -22,7 +22,7 @@ from ..sharding.layout import Layout
 from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
 from .config import Config
 from .console import Reporter, report_steps
-from .data.loader import batch_at, batch_shapes, prefetch, train_rows
+from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
 from .data.store import Store, build_store, open_data
 from .device import prepare_devices
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
@@ -432,9 +432,10 @@ def held_out_losses(metrics: MetricsFile) -> dict[int, float]:
 def train_batches(run: Run, position: int) -> Generator[Future[Batch], None, None]:
     """The endless stream of training batches from a data position on."""
     train = run.config.train
+    rows = train_rows(run.store.train, train.seq_len, run.config.run.seed)
     read_batch = partial(
         batch_at,
-        train_rows(run.store.train, train.seq_len, run.config.run.seed),
+        placed(rows, train.seq_len, run.layout),
         batch_size=train.batch_size,
         microbatches=train.microbatches,
         seq_len=train.seq_len,

@@ -22,6 +22,7 @@ from ..models.batch import Batch
 from ..models.transformer import Transformer
 from ..sharding.config import MESH_AXES
 from .config import Config
+from .data.loader import token_order
 from .device import prepare_devices
 from .load import override
 from .state import abstract_state, init_params, lay_out, named_leaves, state_shardings
@@ -39,10 +40,12 @@ SMALLEST_LEAF = 1e-6
 CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh.data": (1, 2),
     "mesh.fsdp": (1, 2, 4),
+    "mesh.context": (1, 2, 4, 8),
     "mesh.tensor": (1, 2, 4),
     "layout.zero": (3, 0, 1, 2),
     "layout.sequence_parallel": ("true", "false"),
     "layout.overlap": ("false", "true"),
+    "layout.context": ("ring", "zigzag", "ulysses", "all_gather", "usp"),
     "train.microbatches": (1, 2),
     "remat.policy": ("none", "full"),
 }
@@ -181,7 +184,8 @@ def run_layout(
     shardings = state_shardings(abstract_state(config), layout).params
     params = jax.device_put(params, shardings)
     pieces = config.train.microbatches
-    batch = jax.tree.map(lambda a: a.reshape(pieces, -1, a.shape[-1]), batch)
+    order = token_order(config.train.seq_len, layout)
+    batch = jax.tree.map(lambda a: a[..., order].reshape(pieces, -1, a.shape[-1]), batch)
     batch = jax.device_put(batch, layout.sharding(layout.batch_spec()))
     metrics, grads = jax.jit(shard_loss_and_grads(config, layout, params))(params, batch)
     metrics, grads = jax.device_get((metrics, named_leaves(grads)))
@@ -213,14 +217,16 @@ def pairwise_cover(config: Config) -> list[str]:
     all values of TOGETHER, as far as `config` and the devices allow; greedy, always the same,
     larger meshes first.
     """
+    bits: dict[tuple[str, ...], int] = {}
     met_by = {}
     for layout, choices in possible_layouts(config).items():
         together = tuple(choice for choice in choices if choice.startswith(TOGETHER))
-        met_by[layout] = {*combinations(choices, 2), together}
-    cover, missing = [], set().union(*met_by.values())
+        met = {*combinations(choices, 2), together}
+        met_by[layout] = sum(1 << bits.setdefault(values, len(bits)) for values in met)
+    cover, missing = [], (1 << len(bits)) - 1
     while missing:
-        cover.append(max(met_by, key=lambda layout: len(met_by[layout] & missing)))
-        missing -= met_by[cover[-1]]
+        cover.append(max(met_by, key=lambda layout: (met_by[layout] & missing).bit_count()))
+        missing &= ~met_by[cover[-1]]
     return cover
 
 
@@ -231,12 +237,15 @@ def possible_layouts(config: Config) -> dict[str, list[str]]:
     reference = override(config, *REFERENCE)
     layouts = {}
     for values in reversed(list(product(*CHOICES.values()))):
-        chosen = [f"{key}={value}" for key, value in zip(CHOICES, values, strict=True)]
-        devices = math.prod(
-            value for key, value in zip(CHOICES, values, strict=True) if key.startswith("mesh.")
-        )
-        if 1 < devices <= jax.device_count() and is_possible(reference, chosen):
-            layouts[" ".join(choice for choice in chosen if choice not in REFERENCE)] = chosen
+        value_of = dict(zip(CHOICES, values, strict=True))
+        devices = math.prod(value for key, value in value_of.items() if key.startswith("mesh."))
+        unread = value_of["mesh.context"] == 1 and value_of["layout.context"] != "ring"
+        if unread or not 1 < devices <= jax.device_count():
+            continue
+        chosen = [f"{key}={value}" for key, value in value_of.items()]
+        changed = [choice for choice in chosen if choice not in REFERENCE]
+        if is_possible(reference, changed):
+            layouts[" ".join(changed)] = chosen
     return layouts
 
 

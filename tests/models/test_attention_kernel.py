@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 
 from meshwright.models import attention_kernel
-from meshwright.models.attention_kernel import Mask, Tokens, attention
+from meshwright.models.attention_kernel import Mask, Tokens, block_kernel
+from meshwright.sharding.context import attend
+from runs import layout_on
 
 B, S, H, K, E = 2, 43, 4, 2, 8
 
@@ -63,6 +65,12 @@ def visible_pairs(positions, segments, mask):
     if mask.window:
         seen &= abs(distance) < mask.window
     return seen
+
+
+def attention(q, k, v, positions, segments, mask):
+    """The kernel as one device has it."""
+    at, kernel = Tokens(positions, segments), block_kernel(mask, q.shape[1])
+    return attend(q, k, v, at, kernel, layout_on())
 
 
 def plain(q, k, v, positions, segments, mask):
@@ -175,7 +183,7 @@ EXTENTS = [Mask(causal, window) for causal in (True, False) for window in (None,
 
 @jax.jit
 def visible_blocks(at):
-    return [attention_kernel._visible_pairs(at, mask) for mask in EXTENTS]
+    return [attention_kernel._visible_pairs(at, at, mask) for mask in EXTENTS]
 
 
 @given(data=st.data())

@@ -150,22 +150,34 @@ def test_the_cover_meets_every_possible_pair(small_config):
     reference = override(small_config, *REFERENCE)
     cover = pairwise_cover(small_config)
     assert cover == pairwise_cover(small_config)
-    assert len(set(cover)) == len(cover) < 20
+    assert len(set(cover)) == len(cover) < 32
     defaults = {key: f"{key}={values[0]}" for key, values in CHOICES.items()}
     met = set()
     for layout in cover:
         assert is_possible(reference, layout.split())
         chosen = defaults | {part.partition("=")[0]: part for part in layout.split()}
         assert list(chosen) == list(CHOICES)
-        sizes = [int(chosen[f"mesh.{axis}"].split("=")[1]) for axis in ("data", "fsdp", "tensor")]
+        sizes = [int(chosen[key].split("=")[1]) for key in chosen if key.startswith("mesh.")]
         assert 1 < np.prod(sizes) <= jax.device_count()
         met |= set(combinations(chosen.values(), 2))
     choices = [[f"{key}={value}" for value in values] for key, values in CHOICES.items()]
     pairs = {pair for two in combinations(choices, 2) for pair in product(*two)}
-    assert pairs - met == {
-        ("mesh.fsdp=4", "mesh.tensor=4"),  # sixteen devices
-        ("layout.sequence_parallel=false", "layout.overlap=true"),  # refused
+    large = {  # sixteen devices and more
+        ("mesh.fsdp=4", "mesh.tensor=4"),
+        ("mesh.fsdp=4", "mesh.context=4"),
+        ("mesh.context=4", "mesh.tensor=4"),
+        *((f"mesh.{axis}", "mesh.context=8") for axis in ("data=2", "fsdp=2", "fsdp=4")),
+        *(("mesh.context=8", f"mesh.tensor={size}") for size in (2, 4)),
     }
+    unread = {
+        ("mesh.context=1", f"layout.context={mode}") for mode in CHOICES["layout.context"][1:]
+    }
+    refused = {
+        ("layout.sequence_parallel=false", "layout.overlap=true"),
+        ("mesh.context=8", "layout.context=ulysses"),  # of four heads
+        *(("mesh.tensor=4", f"layout.context={mode}") for mode in ("ulysses", "usp")),
+    }
+    assert pairs - met == large | unread | refused
 
 
 def test_the_cover_leaves_out_what_a_config_cannot_do(small_config):

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 
 from ...models.batch import Batch
+from ...sharding.context import token_at
+from ...sharding.layout import Layout
 from .order import permute
 from .rows import Rows, row_count, rows_at
 from .store import Split
@@ -31,6 +33,21 @@ def train_rows(split: Split, seq_len: int, seed: int) -> Callable[[np.ndarray], 
         return rows_at(split, permute(index, count, seed, epoch), seq_len)
 
     return rows
+
+
+def placed(
+    rows: Callable[[np.ndarray], Rows], seq_len: int, layout: Layout
+) -> Callable[[np.ndarray], Rows]:
+    """`rows`, each with its tokens in the order in which the layout's devices hold them; all that
+    belongs to a token goes with it, its target too.
+    """
+    order = token_order(seq_len, layout)
+    return lambda positions: Rows(*(a[:, order] for a in rows(positions)))
+
+
+def token_order(seq_len: int, layout: Layout) -> np.ndarray:
+    """[S]: which token of a row stands at each place of it on the layout's devices."""
+    return token_at(np.arange(seq_len), seq_len, layout)
 
 
 def batch_at(
@@ -71,11 +88,10 @@ def batch_shapes(
     return Batch(integers, integers, weights, integers, integers)
 
 
-def eval_batches(
-    split: Split, batch_size: int, seq_len: int, sharding: jax.NamedSharding
-) -> Iterator[Batch]:
+def eval_batches(split: Split, batch_size: int, seq_len: int, layout: Layout) -> Iterator[Batch]:
     """Every row of the split in order, [1, B, S]; padding rows fill the last batch."""
-    rows = partial(rows_at, split, seq_len=seq_len)
+    rows = placed(partial(rows_at, split, seq_len=seq_len), seq_len, layout)
+    sharding = layout.sharding(layout.batch_spec())
     for position in range(0, row_count(split, seq_len, partial=True), batch_size):
         yield batch_at(rows, position, batch_size, 1, seq_len, sharding)
 

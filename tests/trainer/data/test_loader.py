@@ -16,6 +16,7 @@ from meshwright.trainer.data.loader import (
 )
 from meshwright.trainer.data.order import permute
 from meshwright.trainer.data.rows import row_count, rows_at
+from runs import layout_on
 
 SEQ_LEN = 8
 MESHES = [
@@ -174,7 +175,8 @@ def assert_thread_ends():
 
 @pytest.mark.parametrize("batch_size", [8, 16, 24, 64])
 def test_evaluation_sees_every_target_once_whatever_the_batch_size(split, batch_size):
-    batches = list(eval_batches(split, batch_size, SEQ_LEN, sharding()))
+    layout = layout_on(data=2, fsdp=2, tensor=2)
+    batches = list(eval_batches(split, batch_size, SEQ_LEN, layout))
     assert {batch.tokens.shape for batch in batches} == {(1, batch_size, SEQ_LEN)}
     rows = {
         name: np.concatenate([np.asarray(getattr(batch, name))[0] for batch in batches])

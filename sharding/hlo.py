@@ -41,8 +41,9 @@ BOOKKEEPING = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 class Collective:
     """One instruction, or its start and done; of TPU, all the fusions that one transfer runs in.
 
-    axes: the mesh axes of size > 1 that its groups span, in mesh order; of a permute, those along
-    which sources and targets differ; None: its groups are those of no set of axes.
+    axes: the mesh axes of size > 1 that its groups span, in mesh order; of a permute and of an
+    all-to-all, which may be among a part of an axis, those along which members differ; None: its
+    groups are those of no set of axes.
     dtype: of what travels; bf16+f32 where a combined collective has both.
     sent: bytes that a device sends each time; of a ragged all-to-all, whose sizes are data, what a
     balanced one sends.
@@ -503,12 +504,14 @@ def _integers(text: str) -> list[int]:
 
 
 def spanned_axes(groups: np.ndarray, mesh: Mapping[str, int], kind: str) -> tuple[str, ...] | None:
-    """The axes along which members of a group differ, if a group is all devices along them."""
+    """The axes along which members of a group differ, if a group is all devices along them or may
+    be some.
+    """
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
     whole = math.prod(mesh[axis] for axis in axes) == groups.shape[1]
-    return axes if whole or kind == "collective-permute" else None
+    return axes if whole or kind in ("collective-permute", "all-to-all") else None
 
 
 # --- what the program asked for ------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..models.config import CORE
 from ..models.vocab import tokens_at_once
 from ..sharding.gradients import UNREDUCED_AXES
 from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
@@ -24,7 +25,7 @@ from .precision import DTYPES
 from .state import abstract_state
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-PERMUTE = "collective-permute"
+PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
     found = [
         *weight_traffic(config, layout),
         *activation_traffic(config, layout),
+        *attention_traffic(config, layout),
         *scalar_traffic(config, layout),
     ]
     return [traffic for traffic in found if traffic.sent]
@@ -120,6 +122,45 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     chunk = min(tokens_at_once(model.padded_vocab // layout.size("tensor")), tokens)
     padded = math.ceil(tokens / chunk) * chunk * train.microbatches
     yield _ring("logits", ALL_REDUCE, ["tensor"], statistics * padded * 4, layout)
+
+
+def attention_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of queries, keys and values over context, P devices in N groups of U, L layers.
+
+    U neighbours exchange q, k, v and o forward and their gradients backward, k and v repeated to a
+    multiple of U heads, (U-1)/U of what each holds (Ulysses: arXiv 2309.14509). Across groups, n
+    the bytes of k and v that a device then holds, a ring sends (N-1) n forward, the same backward,
+    and N n of their gradients, in f32 (2310.01889). Gathered, they are sent as often, but the
+    gradients only (P-1) n (2407.21783). Recomputation sends what is forward again, but for a ring
+    and a gather whose o and logsumexp are saved. Once a micro-batch positions and documents, two
+    integers of each token, are gathered.
+    """
+    model, train, axes = config.model, config.train, ["context"]
+    devices, neighbours = layout.size("context"), layout.resolved.ulysses
+    rows = train.batch_size // layout.size(layout.axes("batch"))
+    compute, saved = jnp.dtype(DTYPES[config.precision.compute]).itemsize, config.remat.saved
+    recomputed = 0 if saved is None else model.layers // config.remat.every
+    tensor = layout.size("tensor")
+    heads = model.heads // tensor
+    kv_heads = math.lcm((layout.resolved.kv_copies or model.num_kv_heads) // tensor, neighbours)
+    head = rows * train.seq_len * model.size_per_head  # elements, all tokens
+    yield _ring("places of tokens", ALL_GATHER, axes, 2 * 4 * rows * train.seq_len, layout)
+
+    exchanged = (2 * heads + 2 * kv_heads) * head // devices * compute
+    sent = exchanged * (neighbours - 1) / neighbours * (2 * model.layers + recomputed)
+    yield Traffic("Ulysses", ALL_TO_ALL, ("context",), sent)
+
+    held = 2 * kv_heads // neighbours * head  # elements of k and v, all groups
+    forward = model.layers + (0 if saved and {*CORE} <= {*saved} else recomputed)
+    there = held * compute * (forward + model.layers)
+    back = held * 4 * model.layers
+    if layout.context == "all_gather":
+        yield _ring("keys and values", ALL_GATHER, axes, there, layout)
+        yield _ring("their gradients", REDUCE_SCATTER, axes, back, layout)
+    else:
+        groups = devices // neighbours
+        hops = there * (groups - 1) + (back * groups if groups > 1 else 0)
+        yield Traffic("keys and values", PERMUTE, ("context",), hops / groups)
 
 
 def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:

@@ -26,6 +26,8 @@ STREAM = 16 * 16 * 16 * 4
 """Bytes of the whole batch's residual stream."""
 
 TOKENS = 16 * 16
+PLACES = 2 * 4 * TOKENS
+"""Of each token its position and document."""
 
 
 def all_reduce(n, size):
@@ -90,6 +92,47 @@ CONTRACTS = {
         "tensor reduce-scatter": one_way(2 * STREAM, 4),
         "tensor collective-permute": 3 * (2 * 10 * STREAM // 4),
         "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 4),
+    },
+    # half as many kv heads as heads, so k and v together are a stream; in every layer three hops
+    # forward and three backward, and four of their gradients
+    "mesh.context=4": {
+        "context all-gather": one_way(PLACES, 4),
+        "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+    },
+    "mesh.context=4 layout.context=zigzag remat.policy=full": {
+        "context all-gather": one_way(PLACES, 4),
+        "context collective-permute": 2 * (3 + 3 + 3 + 4) * STREAM // 4,
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+    },
+    # saved by name, k and v are not sent again
+    "mesh.context=4 remat.policy=selective remat.names=[attention.context,attention.logsumexp]": {
+        "context all-gather": one_way(PLACES, 4),
+        "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+    },
+    # q, k, v, o and their gradients; two kv heads are repeated to four
+    "mesh.context=2 layout.context=ulysses": {
+        "context all-gather": one_way(PLACES, 2),
+        "context all-to-all": 2 * 2 * one_way(3 * STREAM // 2, 2),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 2),
+    },
+    "mesh.context=4 layout.context=ulysses": {
+        "context all-gather": one_way(PLACES, 4),
+        "context all-to-all": 2 * 2 * one_way(4 * STREAM // 4, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+    },
+    "mesh.context=4 layout.context=all_gather": {
+        "context all-gather": one_way(PLACES + 2 * 2 * STREAM, 4),
+        "context reduce-scatter": one_way(2 * STREAM, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+    },
+    # two groups of two: one hop of what a device holds for half of the heads and twice the tokens
+    "mesh.context=4 layout.context=usp train.microbatches=2": {
+        "context all-gather": one_way(PLACES, 4),
+        "context all-to-all": 2 * 2 * one_way(3 * STREAM // 4, 2),
+        "context collective-permute": 2 * (1 + 1 + 2) * STREAM // 4,
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
     },
 }
 

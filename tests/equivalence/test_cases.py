@@ -252,6 +252,25 @@ def test_c30_hybrid_sharding_logs_the_norm_of_one_device(data, fsdp, zero):
     assert_same_params(state, expected_state)
 
 
+@pytest.mark.parametrize(
+    ("data", "context", "mode"),
+    [
+        (8, 1, "ring"),
+        *((4, 2, mode) for mode in ("ring", "ulysses")),
+        *((2, 4, mode) for mode in ("zigzag", "usp")),
+        *((1, 8, mode) for mode in ("ring", "zigzag", "all_gather")),
+    ],
+)
+def test_c29_context_scales_no_gradient(data, context, mode):
+    """All factorings of eight devices, by parameters after updates of SGD."""
+    layout = f"mesh.data={data}", f"mesh.context={context}", f"layout.context={mode}"
+    history, state = train(4, *STEPS, *layout)
+    expected_history, expected_state = train(4, *STEPS)
+    for metrics, expected in zip(history, expected_history, strict=True):
+        assert_same_metrics(metrics, expected)
+    assert_same_params(state, expected_state)
+
+
 def lowered(config):
     """The train step's lowering, from shapes alone."""
     train = config.train

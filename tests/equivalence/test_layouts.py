@@ -98,6 +98,12 @@ TIED = (
         (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.rules.embed=[data,fsdp]"),
         (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=true remat.policy=full"),
         (RICH, "mesh.fsdp=2 mesh.tensor=4 layout.overlap=true layout.overlap_directions=2"),
+        (RICH, "mesh.context=4 mesh.tensor=2 layout.context=zigzag layout.zero=2"),
+        (TIED, "mesh.fsdp=2 mesh.context=4 layout.context=usp train.microbatches=2"),
+        (
+            (*TIED, "train.dropout=0.2"),
+            "mesh.context=4 mesh.tensor=2 layout.context=all_gather remat.policy=selective",
+        ),
         pytest.param(RICH, "mesh.data=2 mesh.fsdp=4 layout.zero=1", marks=pytest.mark.slow),
         pytest.param(
             TIED,
@@ -107,7 +113,8 @@ TIED = (
     ],
 )
 def test_every_option_of_the_model_in_layouts(model, layout):
-    """Also kv heads repeated over tensor, auxiliary losses (C32), ZeRO over two mesh axes."""
+    """Also kv heads repeated over tensor, auxiliary losses (C32), ZeRO over two mesh axes, dropout
+    of tokens that were dealt out."""
     metrics, grads = gradients(*model, *layout.split())
     expected, expected_grads = gradients(*model)
     assert_same_metrics(metrics, expected)

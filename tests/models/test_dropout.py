@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.batch import Batch
 from meshwright.models.dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop, row_keys
-from meshwright.sharding.rules import ZERO_AXES
+from meshwright.sharding.rules import ZERO_AXES, Dim
+from meshwright.trainer.data.loader import token_order
 from meshwright.trainer.step import data_positions
 from runs import layout_on, shard_map
 
@@ -23,14 +24,15 @@ LAYOUTS = {
     "tensor": {"tensor": 8},
     "all": {"data": 2, "fsdp": 2, "tensor": 2},
     "no sequence": {"fsdp": 2, "tensor": 4, "sequence_parallel": False},
+    "context": {"context": 4, "fsdp": 2},
+    "zigzag": {"context": 4, "tensor": 2, "mode": "zigzag"},
 }
 
 
 def masks(rate=0.3, position=100, layer=5, site=MLP, seed=3, pieces=PIECES, **layout):
     """What is kept of ones, scaled, in the layout's devices: [G, B, S, D] as [G·B, S, D]."""
-    layout = layout_on(**layout or {"data": 1})
-    sequence = "tensor" if layout.sequence_parallel else None
-    batch, stream = layout.batch_spec(), P(None, ZERO_AXES, sequence)
+    layout = layout_on([Dim("seq", TOKENS, "train.seq_len")], **layout)
+    batch, stream = layout.batch_spec(), P(None, ZERO_AXES, layout.axes("seq"))
 
     def local(tokens, ones):
         positions = data_positions(position, Batch(*[tokens] * 5), layout)
@@ -43,7 +45,8 @@ def masks(rate=0.3, position=100, layer=5, site=MLP, seed=3, pieces=PIECES, **la
     shape = (pieces, ROWS // pieces, TOKENS)
     tokens, ones = np.zeros(shape, np.int32), np.ones((*shape, CHANNELS), np.float32)
     kept = shard_map(local, layout, (batch, stream), stream)(tokens, ones)
-    return np.asarray(kept).reshape(ROWS, TOKENS, CHANNELS)
+    order = token_order(TOKENS, layout)
+    return np.asarray(kept).reshape(ROWS, TOKENS, CHANNELS)[:, np.argsort(order)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

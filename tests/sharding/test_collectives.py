@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from meshwright.sharding.collectives import (
     all_gather,
     all_reduce,
     all_reduce_max,
+    all_to_all,
     axis_index,
     reduce_scatter,
     shift,
@@ -100,6 +103,26 @@ def test_shift_goes_round_the_ring_and_transposes_to_the_shift_back(by):
     np.testing.assert_array_equal(found, [there, -there, 3 * back])
 
 
+@pytest.mark.parametrize("group", [2, 3, 6])
+def test_all_to_all_exchanges_one_dim_for_another_among_neighbours(group):
+    """And transposes to the way back."""
+    layout = layout_on(tensor=6)
+    x = np.random.default_rng(0).normal(size=(6, 2, 12)).astype(np.float32)
+
+    def local(x):
+        exchange = partial(all_to_all, axis="tensor", group=group, layout=layout)
+        y, transpose = jax.vjp(lambda x: exchange({"x": x[0]}, split=1, join=0)["x"], x)
+        return y[None], transpose(y)[0]
+
+    y, back = shard_map(local, layout, P("tensor"), P("tensor"))(x)
+    for device in range(6):
+        first = device // group * group
+        whole = x[first : first + group].reshape(2 * group, 12)
+        piece = np.split(whole, group, axis=1)[device - first]
+        np.testing.assert_array_equal(y[device], piece)
+    np.testing.assert_array_equal(back, x)
+
+
 def test_axis_index_is_the_place_on_the_mesh(layout, x):
     def place(_):
         return jnp.stack([jnp.asarray(axis_index(axis, layout)) for axis in (*PLACE, "context")])
@@ -117,6 +140,8 @@ def test_axes_of_size_one_give_the_input_and_move_nothing(layout, axes):
             all_gather(x, axes, 0, layout),
             reduce_scatter(x, axes, 0, layout),
             shift(x, "context", 1, layout),
+            shift(x, "tensor", 2, layout),  # once round
+            all_to_all(x, "tensor", 1, 0, 0, layout),
         )
         assert all(result is x for result in results)
         return results

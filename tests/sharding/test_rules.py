@@ -7,8 +7,10 @@ from meshwright.sharding.rules import RULES, Dim, mesh_sizes, resolve
 ONE = dict.fromkeys(MESH_AXES, 1)
 
 
-def settle(dims, rules=None, sequence_parallel=True, **sizes):
-    config = LayoutConfig(rules=rules or {}, sequence_parallel=sequence_parallel)
+def settle(dims, rules=None, sequence_parallel=True, mode="ring", ulysses=2, **sizes):
+    config = LayoutConfig(
+        rules=rules or {}, sequence_parallel=sequence_parallel, context=mode, ulysses=ulysses
+    )
     return resolve(config, ONE | sizes, dims)
 
 
@@ -31,6 +33,56 @@ def settle(dims, rules=None, sequence_parallel=True, **sizes):
     ],
 )
 def test_indivisible_dims_name_keys_and_both_numbers(dim, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        settle([Dim(*dim)], **sizes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "context", "ulysses", "chunks"),
+    [
+        *((mode, 1, 1, 1) for mode in ("ring", "zigzag", "ulysses", "all_gather", "usp")),
+        ("ring", 4, 1, 1),
+        ("zigzag", 4, 1, 8),
+        ("all_gather", 4, 1, 8),
+        ("ulysses", 4, 4, 1),
+        ("usp", 2, 2, 1),
+        ("usp", 8, 2, 8),
+    ],
+)
+def test_how_attention_goes_over_context(mode, context, ulysses, chunks):
+    resolved = settle([], mode=mode, context=context)
+    assert (resolved.ulysses, resolved.chunks) == (ulysses, chunks)
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "message"),
+    [
+        (
+            ("heads", 12, "model.heads"),
+            {"mode": "ulysses", "context": 4, "tensor": 2},
+            r"^model\.heads=12 on mesh\.tensor=2 leaves 6 heads, not a multiple of the 4 devices "
+            r"among which layout\.context=ulysses on mesh\.context=4 exchanges them; write "
+            r"layout\.context=zigzag$",
+        ),
+        (
+            ("heads", 6, "model.heads"),
+            {"mode": "usp", "context": 8, "ulysses": 4},
+            r"^model\.heads=6 on mesh\.tensor=1 leaves 6 heads, not a multiple of the 4 devices",
+        ),
+        (
+            ("seq", 12, "train.seq_len"),
+            {"mode": "zigzag", "context": 4},
+            r"^train\.seq_len=12 is not a multiple of the 8 chunks that layout\.context=zigzag on "
+            r"mesh\.context=4 deals out; write layout\.context=ring$",
+        ),
+        (
+            ("seq", 8, "train.seq_len"),
+            {"mode": "usp", "context": 6, "ulysses": 4},
+            r"^layout\.ulysses=4 does not divide mesh\.context=6$",
+        ),
+    ],
+)
+def test_what_a_way_over_context_cannot_cut_is_refused(dim, sizes, message):
     with pytest.raises(ValueError, match=message):
         settle([Dim(*dim)], **sizes)
 

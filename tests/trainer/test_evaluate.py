@@ -64,6 +64,7 @@ def evaluate_on(run, heldout, *overrides: str) -> Evaluation:
         (*mesh(), "train.eval_batch_size=1000"),
         (*mesh(data=3), "train.batch_size=3"),
         (*mesh(fsdp=2, tensor=2), "layout.zero=1", "layout.sequence_parallel=false"),
+        (*mesh(tensor=2), "mesh.context=4", "layout.context=zigzag"),
     ],
 )
 def test_one_number_for_any_batch_size_and_mesh(run, heldout, at_end, overrides):

@@ -33,6 +33,7 @@ LAYOUTS = (
     ("mesh.fsdp=8",),
     ("mesh.tensor=4", "layout.zero=0", "layout.overlap=true"),  # two kv heads
     ("mesh.data=8", "layout.zero=1"),
+    ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "layout.context=zigzag"),
 )
 OPTIONS = (
     ("model.bias=all", "model.qk_norm=true", "model.attention_softcap=2.0"),

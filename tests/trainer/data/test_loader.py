@@ -7,11 +7,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshwright.sharding.rules import Dim
 from meshwright.trainer.data.loader import (
     batch_at,
     batch_shapes,
     eval_batches,
+    placed,
     prefetch,
+    token_order,
     train_rows,
 )
 from meshwright.trainer.data.order import permute
@@ -63,6 +66,22 @@ def test_batch_is_the_same_on_every_mesh(split, sizes, spec, microbatches):
         np.testing.assert_array_equal(np.asarray(array), expected)
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+
+@pytest.mark.parametrize(("mode", "context", "tensor"), [("zigzag", 4, 2), ("usp", 4, 1)])
+def test_all_that_belongs_to_a_token_is_dealt_out_with_it(split, mode, context, tensor):
+    """Its target too, which in the row's order was the next token. Without zigzag rows stay."""
+    layouts = [
+        layout_on([Dim("seq", SEQ_LEN, "train.seq_len")], mode, context=context, tensor=tensor)
+        for mode in (mode, "ring")
+    ]
+    rows, positions = train_rows(split, SEQ_LEN, seed=3), np.arange(20)
+    dealt, same = (placed(rows, SEQ_LEN, layout)(positions) for layout in layouts)
+    order = token_order(SEQ_LEN, layouts[0])
+    assert sorted(order) == list(range(SEQ_LEN)) != list(order)
+    for name, expected in rows(positions)._asdict().items():
+        np.testing.assert_array_equal(getattr(dealt, name), expected[:, order])
+        np.testing.assert_array_equal(getattr(same, name), expected)
 
 
 def test_rows_are_read_once(split):

@@ -53,7 +53,7 @@ def block_kernel(mask: Mask, consecutive: int) -> BlockKernel:
     attends with kv head h // G. Queries with segment < 0 give zeros.
 
     q_at and k_at are `Tokens`. consecutive: tokens that follow one another, and so can be hidden
-    together; blocks are an even part of them, at most LARGEST_BLOCK.
+    together; they are cut into the fewest blocks of at most LARGEST_BLOCK.
     """
     size = -(-consecutive // -(-consecutive // LARGEST_BLOCK))
     return BlockKernel(

@@ -100,9 +100,9 @@ CONTRACTS = {
         "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
         "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
     },
-    "mesh.context=4 layout.context=zigzag remat.policy=full": {
+    "mesh.context=4 layout.context=zigzag": {
         "context all-gather": one_way(PLACES, 4),
-        "context collective-permute": 2 * (2 + 3 + 3 + 4) * STREAM // 4,
+        "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
         "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
     },
     # saved by name, k and v are not sent again
@@ -137,17 +137,6 @@ CONTRACTS = {
 }
 
 
-CHEAPER = {  # what XLA moves once where the formula says twice
-    # the tables, for further micro-batches
-    ("mesh.fsdp=8 train.microbatches=2", "all-gather"): one_way(4 * TABLES, 8),
-    # the first hop of a recomputed ring, which is the backward pass's too
-    (
-        "mesh.context=4 layout.context=zigzag remat.policy=full",
-        "collective-permute",
-    ): 2 * STREAM // 4,
-}
-
-
 def plan_of(*overrides: str):
     config = make_config(*SMALL, "optimizer.name=adamw", *overrides)
     return config, make_plan(config, first_devices(config))
@@ -160,8 +149,18 @@ def test_a_layout_sends_what_its_contract_says(layout):
     assert found == CONTRACTS[layout]
     assert (plan.unexplained, plan.unknown) == (0, ())
     assert all(row.exposed == row.sent for row in plan.moved)  # CPU waits for each
-    for row in plan.moved:
-        assert row.formula - row.sent == CHEAPER.get((layout, row.kind), 0)
+    for row in plan.moved:  # only the tables of further micro-batches are cheaper than the formula
+        saved = one_way(4 * TABLES, 8) if "mesh.fsdp=8 train.micro" in layout else 0
+        assert row.formula - row.sent == (saved if row.kind == "all-gather" else 0)
+
+
+def test_a_recomputed_ring_sends_keys_round_again():
+    """In each of two layers, but for its first hop, where XLA sees that it is the backward pass's:
+    jaxlib 0.10 does."""
+    _, plan = plan_of("mesh.context=4", "remat.policy=full")
+    (ring,) = (row for row in plan.moved if row.kind == "collective-permute")
+    assert ring.formula == 2 * (3 + 3 + 3 + 4) * STREAM // 4
+    assert ring.formula - ring.sent in (0, 2 * STREAM // 4)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

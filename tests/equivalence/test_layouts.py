@@ -73,6 +73,18 @@ def test_every_layout_of_the_cover_equals_one_device(part):
     assert not [result for result in results if not result.equal]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_stage_of_zero_on_every_data_and_fsdp_of_eight(zero):
+    accumulated = f"layout.zero={zero} train.microbatches=4"
+    layouts = [
+        *(f"mesh.data={8 // n} mesh.fsdp={n} {accumulated}" for n in (1, 2, 4, 8)),
+        f"mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=true {accumulated}",
+    ]
+    results = list(verify.compare(make_config(*SMALL, "train.batch_size=32"), layouts))
+    assert [result.layout for result in results if result.equal] == layouts
+
+
 RICH = (
     *SMALL,
     "model.bias=all",

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -62,6 +63,15 @@ def consecutive(tokens: int, layout: Layout) -> int:
     block of more would be near none of its ends.
     """
     return tokens * layout.resolved.ulysses // (1 if layout.resolved.chunks == 1 else 2)
+
+
+def causal_pairs(tokens: int, layout: Layout) -> np.ndarray:
+    """[P]: (query, key) pairs of one causal row of S = `tokens` that each device computes, of all
+    heads together one pair; the devices of a group share its pairs by heads.
+    """
+    group = layout.resolved.ulysses
+    at = token_at(np.arange(tokens), tokens, layout).reshape(layout.size("context") // group, -1)
+    return np.repeat((at + 1).sum(axis=1) / group, group)
 
 
 def gather_tokens(tree: Any, layout: Layout) -> Any:

@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models import attention_kernel
 from meshwright.models.attention_kernel import Mask, Tokens, block_kernel
-from meshwright.sharding.context import attend, consecutive, gather_tokens, token_at
+from meshwright.sharding.context import (
+    attend,
+    causal_pairs,
+    consecutive,
+    gather_tokens,
+    token_at,
+)
 from meshwright.sharding.rules import Dim
 from runs import layout_on, shard_map
 
@@ -211,6 +217,15 @@ def test_zigzag_balances_causal_work_exactly():
         assert len(set(computed_pairs(way))) == 1
     work = computed_pairs("ring 8")
     assert work.max() / work.mean() == pytest.approx(2 - 1 / 8, rel=0.1)
+
+
+def test_causal_pairs_of_each_device():
+    for way in ("zigzag 4", "zigzag 8", "all_gather 8", "usp 8", "ulysses 4"):
+        work = causal_pairs(S, layout_of(way))
+        assert work.sum() == S * (S + 1) / 2
+        assert work.max() == work.min()
+    pairs = causal_pairs(1 << 20, layout_of("ring 8"))
+    assert pairs.max() / pairs.mean() == pytest.approx((2 * 8 - 1) / 8, rel=1e-5)
 
 
 @pytest.mark.parametrize("way", ["ring 8", "zigzag 8", "all_gather 4", "usp 8"])

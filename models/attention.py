@@ -22,15 +22,15 @@ from .config import ModelConfig
 from .norms import rms_norm
 from .rope import rotate
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""Local q [B, S, H, head_dim] and k, v [B, S, K, head_dim], turned by their positions -> o like q,
-and what it keeps: training nothing, decoding its cache.
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+"""Local q [B, S, H, head_dim] and k, v [B, S, K, head_dim], turned by their positions, and sink
+[H] -> o like q, and what it keeps: training nothing, decoding its cache.
 """
 
 
 class Attention(nnx.Module):
-    """q [D, H, head_dim], k, v [D, K, head_dim], o [H, head_dim, D], their biases, and the norms of
-    queries and keys.
+    """q [D, H, head_dim], k, v [D, K, head_dim], o [H, head_dim, D], their biases, the norms of
+    queries and keys, and sink [H].
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array):
@@ -55,6 +55,7 @@ class Attention(nnx.Module):
         self.o_bias = init.bias(("channel",), (d,)) if config.bias == "all" else None
         self.q_norm = init.scale(size, "head_dim") if config.qk_norm else None
         self.k_norm = init.scale(size, "head_dim") if config.qk_norm else None
+        self.sink = init.bias(("heads",), (h,)) if config.attention_sink else None
 
 
 def attend(
@@ -79,7 +80,8 @@ def attend(
     if p.q_norm is not None and p.k_norm is not None:
         q = rms_norm(q, p.q_norm[...], config.norm_eps)
         k = rms_norm(k, p.k_norm[...], config.norm_eps)
-    o, kept = kernel(rotate(q, rotation), rotate(k, rotation), v)
+    sink = None if p.sink is None else p.sink[...]
+    o, kept = kernel(rotate(q, rotation), rotate(k, rotation), v, sink)
     out = linear(o, p.o, layout, biases=(p.o_bias,), leave="tensor", name="attention.out")
     return out, kept
 

@@ -48,28 +48,37 @@ class Tokens(NamedTuple):
     segments: jax.Array
 
 
-def block_kernel(mask: Mask, consecutive: int) -> BlockKernel:
+def block_kernel(mask: Mask, consecutive: int, largest: int | None = None) -> BlockKernel:
     """softmax(q·k/sqrt(D) under `mask`)·v and its gradients, the softmax in f32; query head h
     attends with kv head h // G. Queries with segment < 0 give zeros.
 
     q_at and k_at are `Tokens`. consecutive: tokens that follow one another, and so can be hidden
-    together; they are cut into the fewest blocks of at most LARGEST_BLOCK.
+    together; they are cut into the fewest blocks of at most `largest`, by default LARGEST_BLOCK.
     """
-    size = -(-consecutive // -(-consecutive // LARGEST_BLOCK))
+    size = -(-consecutive // -(-consecutive // (largest or LARGEST_BLOCK)))
     return BlockKernel(
         partial(_forward, mask=mask, size=size), partial(_backward, mask=mask, size=size)
     )
 
 
 def attend_to(
-    q: jax.Array, k: jax.Array, v: jax.Array, q_at: Tokens, k_at: Tokens, mask: Mask
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_at: Tokens,
+    k_at: Tokens,
+    mask: Mask,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
     """The same softmax of queries q [B, S, H, D] over other tokens' k, v [B, K, T, D], which stand
-    at `k_at` [B or 1, T]: decoding's. Scores [B, H, S, T] exist whole; not meant to be
-    differentiated.
+    at `k_at` [B or 1, T], and over a score sink[H] whose value is zero: decoding's. Scores [B, H,
+    S, T] exist whole; not meant to be differentiated.
     """
     score, visible = _scores(_by_head(q, k.shape[1]), k, q_at, k_at, mask)
-    weight = jnp.where(visible, jax.nn.softmax(score), 0.0)
+    if sink is not None:
+        extra = _by_head(jnp.broadcast_to(sink[:, None], (*q.shape[:3], 1)), k.shape[1])
+        score = jnp.concatenate([score, extra], axis=-1)
+    weight = jnp.where(visible, jax.nn.softmax(score)[..., : k.shape[2]], 0.0)
     o = jnp.matmul(weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return _by_token(o.astype(q.dtype), q.shape[1])
 

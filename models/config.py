@@ -113,6 +113,17 @@ class ModelConfig:
     attention_softcap: Annotated[
         float | None, Field(gt=0, description="scores become c·tanh(score/c); null: off")
     ] = None
+    attention_sink: Annotated[
+        bool,
+        Field(
+            description="one learned score a head for a key that all queries see and whose value "
+            "is zero"
+        ),
+    ] = False
+    attention_block: Annotated[
+        int | None,
+        Field(gt=0, description="most queries, and keys, that meet at once; null: 256"),
+    ] = None
     logit_softcap: Annotated[
         float | None, Field(gt=0, description="logits become c·tanh(logit/c); null: off")
     ] = None

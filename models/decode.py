@@ -68,12 +68,14 @@ def extend(
         x, cache = state
         number, p = numbered
 
-        def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+        def kernel(
+            q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None
+        ) -> tuple[jax.Array, Cache]:
             kept = Cache(
                 cache.k.at[number, row, :, slot].set(k, mode="drop"),
                 cache.v.at[number, row, :, slot].set(v, mode="drop"),
             )
-            o = attend_to(q, kept.k[number], kept.v[number], tokens_at, slots_at, mask)
+            o = attend_to(q, kept.k[number], kept.v[number], tokens_at, slots_at, mask, sink)
             return o, kept
 
         return block(p, x, kernel, rotation, layout, config), None

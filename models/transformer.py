@@ -72,10 +72,12 @@ def blocks(
     rotation = rotations(batch.positions, config)
     at = context.gather_tokens(Tokens(batch.positions, batch.segments), layout)
     consecutive = context.consecutive(batch.tokens.shape[1], layout)
-    blockwise = block_kernel(causal_mask(config), consecutive)
+    blockwise = block_kernel(causal_mask(config), consecutive, config.attention_block)
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return context.attend(q, k, v, at, blockwise, layout), None
+    def kernel(
+        q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None
+    ) -> tuple[jax.Array, None]:
+        return context.attend(q, k, v, at, blockwise, layout, sink), None
 
     def layer(x: jax.Array, numbered: tuple[Any, Block]) -> jax.Array:
         number, p = numbered

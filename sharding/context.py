@@ -80,10 +80,16 @@ def gather_tokens(tree: Any, layout: Layout) -> Any:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Any, kernel: BlockKernel, layout: Layout
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: Any,
+    kernel: BlockKernel,
+    layout: Layout,
+    sink: jax.Array | None = None,
 ) -> jax.Array:
     """q[B, S_context, H, D], k, v[B, S_context, K, D] -> o like q. at: of all tokens, from
-    `gather_tokens`.
+    `gather_tokens`. sink[H] f32: score of one more key for every query, whose value is zero.
 
     With U neighbours in a group, q and o send (U-1)/U of their bytes, and so do k and v, first
     repeated to a multiple of U heads; all of it once more backward. Then, n the bytes of what a
@@ -95,23 +101,29 @@ def attend(
     exchange = partial(all_to_all, axis="context", group=group, layout=layout)
     k, v = (jnp.repeat(a, copies, axis=HEADS) for a in (k, v))
     q, k, v = exchange((q, k, v), split=HEADS, join=TOKENS)
-    o: Any = _attend(q, k, v, at, kernel, layout)
+    if sink is not None:
+        heads = q.shape[HEADS]
+        first = axis_index("context", layout) % group * heads
+        sink = lax.dynamic_slice_in_dim(sink, first, heads)
+    o: Any = _attend(q, k, v, sink, at, kernel, layout)
     return exchange(o, split=TOKENS, join=HEADS)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q, k, v, at, kernel: BlockKernel, layout: Layout):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(q, k, v, sink, at, kernel: BlockKernel, layout: Layout):
     """Of a group's tokens S/N. Residuals are what the device holds, never another's k and v."""
-    return _attend_forward(q, k, v, at, kernel, layout)[0]
+    return _attend_forward(q, k, v, sink, at, kernel, layout)[0]
 
 
-def _attend_forward(q, k, v, at, kernel, layout):
-    residuals = q, k, v, at
+def _attend_forward(q, k, v, sink, at, kernel, layout):
+    residuals = q, k, v, sink, at
     # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked:
     # without the barrier the masks of all hops and blocks, O(S^2) bytes
-    q, k, v, at = lax.optimization_barrier(residuals)
+    q, k, v, sink, at = lax.optimization_barrier(residuals)
     forward = _gathered_forward if layout.context == "all_gather" else _ring_forward
     o, logsumexp = forward(q, k, v, at, kernel, layout)
+    if sink is not None:
+        o, logsumexp = _merge((o, logsumexp), (jnp.zeros_like(o), sink[None, None]))
     # named where the VJP takes them: a policy that saves them skips the pass and all that it sends
     o = checkpoint_name(o.astype(q.dtype), "attention.context")
     logsumexp = checkpoint_name(logsumexp, "attention.logsumexp")
@@ -119,11 +131,15 @@ def _attend_forward(q, k, v, at, kernel, layout):
 
 
 def _attend_backward(kernel, layout, residuals, do):
-    q, k, v, at, o, logsumexp, do = lax.optimization_barrier((*residuals, do))
+    q, k, v, sink, at, o, logsumexp, do = lax.optimization_barrier((*residuals, do))
     inner = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
     backward = _gathered_backward if layout.context == "all_gather" else _ring_backward
     grads = backward(q, k, v, at, (do, logsumexp, inner), kernel, layout)
-    return *(grad.astype(a.dtype) for grad, a in zip(grads, (q, k, v), strict=True)), None
+    dsink = None
+    if sink is not None:
+        dsink = -jnp.sum(jnp.exp(sink[None, None] - logsumexp) * inner, axis=(0, 1))
+    grads = (grad.astype(a.dtype) for grad, a in zip(grads, (q, k, v), strict=True))
+    return *grads, dsink, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

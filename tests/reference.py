@@ -57,7 +57,11 @@ def attention(p, x, rows, model):
     if model.window:
         visible &= distance < model.window
     score = jnp.where(visible[:, None], score, -1e30)
-    o = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(score), v)
+    if p.sink is not None:
+        extra = jnp.broadcast_to(p.sink[...][:, None, None], (*score.shape[:3], 1))
+        score = jnp.concatenate([score, extra], axis=-1)
+    weight = jax.nn.softmax(score)[..., : k.shape[1]]
+    o = jnp.einsum("bhqs,bshk->bqhk", weight, v)
     y = jnp.einsum("bqhk,hkd->bqd", o, p.o[...])
     return y if p.o_bias is None else y + p.o_bias[...][None, None]
 

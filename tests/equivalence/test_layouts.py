@@ -89,6 +89,7 @@ RICH = (
     *SMALL,
     "model.bias=all",
     "model.qk_norm=true",
+    "model.attention_sink=true",
     "model.attention_softcap=2.0",
     "model.logit_softcap=3.0",
     "train.label_smoothing=0.1",
@@ -111,6 +112,7 @@ TIED = (
         (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=true remat.policy=full"),
         (RICH, "mesh.fsdp=2 mesh.tensor=4 layout.overlap=true layout.overlap_directions=2"),
         (RICH, "mesh.context=4 mesh.tensor=2 layout.context=zigzag layout.zero=2"),
+        (RICH, "mesh.context=2 mesh.tensor=2 layout.context=ulysses model.attention_block=3"),
         (TIED, "mesh.fsdp=2 mesh.context=4 layout.context=usp train.microbatches=2"),
         (
             (*TIED, "train.dropout=0.2"),

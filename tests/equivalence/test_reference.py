@@ -16,6 +16,7 @@ TOGETHER = {
     ),
     "all biases, qk norm, softcaps, smoothing": (
         "model.bias=all",
+        "model.attention_sink=true",
         "model.qk_norm=true",
         "model.attention_softcap=2.0",
         "model.logit_softcap=3.0",

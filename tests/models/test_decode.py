@@ -75,6 +75,7 @@ def expected(config):
 
 RICH = (
     "model.bias=all",
+    "model.attention_sink=true",
     "model.qk_norm=true",
     "model.attention_softcap=2.0",
     "model.logit_softcap=3.0",

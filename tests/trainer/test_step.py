@@ -15,7 +15,8 @@ from meshwright.trainer.state import abstract_state, init_state, lay_out, state_
 from meshwright.trainer.step import clip, make_train_step
 
 LR, CLIP = 0.1, 1.0
-METRICS = {"step", "position", "loss", "tokens", "grad_norm", "lr"}
+COUNTERS = {"step", "skipped", "position"}
+METRICS = {*COUNTERS, "loss", "tokens", "grad_norm", "lr"}
 
 
 def random_batch(config, layout) -> Batch:
@@ -82,7 +83,7 @@ def test_metrics_are_replicated_scalars(trained):
         assert set(metrics) == METRICS
         for name, value in metrics.items():
             assert value.shape == ()
-            assert value.dtype == (jnp.int32 if name in ("step", "position") else jnp.float32)
+            assert value.dtype == (jnp.int32 if name in COUNTERS else jnp.float32)
             assert value.sharding.is_fully_replicated
 
 

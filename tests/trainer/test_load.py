@@ -193,7 +193,8 @@ def test_long_values_are_cut_short():
 
 @pytest.mark.parametrize("name", ["tny", "tniy"])
 def test_unknown_preset(name):
-    expected = f"{name}: no such preset or file; choose llama3-8b, small, tiny; did you mean tiny?"
+    choices = "llama3-8b, long_context, small, tiny"
+    expected = f"{name}: no such preset or file; choose {choices}; did you mean tiny?"
     assert message(name) == expected
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,20 +35,6 @@ class State:
     params: Transformer
     opt: Any
     loss_scale: LossScale | None
-
-    def next(
-        self,
-        finite: jax.Array,
-        params: Transformer,
-        opt: Any,
-        loss_scale: LossScale | None,
-        rows: int,
-    ) -> State:
-        """After an attempt on `rows` rows: updated if it was `finite`, else bitwise as before."""
-        updated = replace(self, step=self.step + 1, params=params, opt=opt)
-        skipped = replace(self, skipped=self.skipped + 1)
-        state = jax.tree.map(partial(jnp.where, finite), updated, skipped)
-        return replace(state, position=self.position + rows, loss_scale=loss_scale)
 
 
 def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:

@@ -50,11 +50,21 @@ def make_train_step(config: Config, layout: Layout):
         with jax.named_scope("optimizer"):
             grads, norm = clip(grads, config.optimizer.clip)
             lr = schedule(state.step)
-            updates, opt = optimizer.update(grads, state.opt, state.params, lr=lr)
-            params = jax.tree.map(jnp.add, state.params, updates)
+
+            def update(state: State) -> State:
+                updates, opt = optimizer.update(grads, state.opt, state.params, lr=lr)
+                params = jax.tree.map(jnp.add, state.params, updates)
+                return replace(state, step=state.step + 1, params=params, opt=opt)
+
+            def skip(state: State) -> State:
+                return replace(state, skipped=state.skipped + 1)
+
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
             loss_scale = next_scale(state.loss_scale, finite, config.precision)
-            state = state.next(finite, params, opt, loss_scale, rows=config.train.batch_size)
+            state = lax.cond(finite, update, skip, state)
+            state = replace(
+                state, position=state.position + config.train.batch_size, loss_scale=loss_scale
+            )
         counters = {"step": state.step, "skipped": state.skipped, "position": state.position}
         return state, counters | metrics | {"grad_norm": norm, "lr": lr} | scaling
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.trainer.load import override
 from meshwright.trainer.state import (
-    State,
     abstract_state,
     init_params,
     init_state,
@@ -109,21 +106,6 @@ def test_abstract_state_has_the_shapes_and_dtypes_of_the_real_one(first):
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for shape, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
         assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
-
-
-def test_next_advances_the_position_always_and_the_step_with_what_is_finite():
-    zero = jnp.zeros((), jnp.int32)
-    state = State(zero, zero, zero, params=1.0, opt={"count": 5}, loss_scale=None)
-
-    def plain(state):
-        return jax.tree.map(lambda leaf: leaf.item(), state)
-
-    after = state.next(jnp.array(True), 2.0, {"count": 6}, "scale", rows=32)
-    assert plain(replace(after, loss_scale=None)) == State(1, 0, 32, 2.0, {"count": 6}, None)
-    assert after.loss_scale == "scale"
-    after = state.next(jnp.array(False), jnp.nan, {"count": 6}, "scale", rows=16)
-    assert plain(replace(after, loss_scale=None)) == State(0, 1, 16, 1.0, {"count": 5}, None)
-    assert after.loss_scale == "scale"
 
 
 def test_named_leaves_are_in_the_order_of_the_leaves(first):

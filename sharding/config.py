@@ -119,13 +119,13 @@ class LayoutConfig:
         ),
     ] = "ring"
     ulysses: Annotated[
-        int,
+        int | None,
         Field(
             gt=0,
             description="of layout.context=usp: neighbours along context that exchange tokens for "
-            "heads",
+            "heads; null: 2",
         ),
-    ] = 2
+    ] = None
     rules: Annotated[
         dict[str, list[str]],
         Field(description="logical axis -> mesh axes, replacing a row of sharding/rules.py"),
@@ -136,4 +136,14 @@ class LayoutConfig:
             raise ValueError(
                 "layout.overlap=true needs layout.sequence_parallel=true, without which nothing is "
                 "gathered: write layout.overlap=false or layout.sequence_parallel=true"
+            )
+        if self.overlap_directions != 1 and not self.overlap:
+            raise ValueError(
+                f"layout.overlap_directions={self.overlap_directions} is not read by "
+                f"layout.overlap=false; write layout.overlap=true or layout.overlap_directions=1"
+            )
+        if self.ulysses is not None and self.context != "usp":
+            raise ValueError(
+                f"layout.ulysses={self.ulysses} is not read by layout.context={self.context}, only "
+                f"by usp; leave it out"
             )

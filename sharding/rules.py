@@ -143,10 +143,11 @@ def _context(layout: LayoutConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
         return devices, 1
     if layout.context != "usp":
         return 1, 2 * devices
-    if devices % layout.ulysses:
-        raise ValueError(f"layout.ulysses={layout.ulysses} does not divide mesh.context={devices}")
-    groups = devices // layout.ulysses
-    return layout.ulysses, 2 * groups if groups > 1 else 1
+    neighbours = layout.ulysses or 2
+    if devices % neighbours:
+        raise ValueError(f"layout.ulysses={neighbours} does not divide mesh.context={devices}")
+    groups = devices // neighbours
+    return neighbours, 2 * groups if groups > 1 else 1
 
 
 def _override(name: str, axes: list[str]) -> tuple[str, ...]:

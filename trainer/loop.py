@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_ba
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
 from .metrics import MetricsFile, open_metrics, plot_loss
-from .precision import FLOOR
 from .processes import any_process, is_first, make_agree, on_first, watch
 from .resume import (
     as_one_process,
@@ -41,13 +40,13 @@ from .resume import (
     run_folder,
 )
 from .sampling import Sampling
+from .skipping import describe_attempt, how_to_calm, why_it_ends
 from .state import (
     State,
     abstract_state,
     eval_params,
     init_state,
     lay_out,
-    named_leaves,
     sharded_shapes,
     with_params,
 )
@@ -328,8 +327,8 @@ def read(run: Run, futures: Iterable[Future[Batch]], done: int) -> Iterator[Batc
 
 
 def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
-    """Write and show what an attempt measured; look after the last checkpoint. Raises RunError as
-    `check_skipped` does.
+    """Write and show what an attempt measured; look after the last checkpoint. Raises RunError
+    where it was skipped and no more may be.
     """
     nonfinite = metrics.pop("nonfinite", None)
     first = ("step", "position", "loss")  # the rest in jit's order
@@ -346,57 +345,11 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
     if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
         run.reporter.step(values)
     else:
-        check_skipped(run, values, nonfinite)
+        what = describe_attempt(values)
+        if reason := why_it_ends(run.config, run.metrics.history, nonfinite):
+            raise RunError(f"{what}; {reason}")
+        run.reporter.say(f"{'skipped':<12}{what}")
     run.checkpoints.check()
-
-
-def check_skipped(run: Run, values: dict[str, Any], nonfinite: Any) -> None:
-    """Say that the attempt was skipped. Raises RunError where it was one too many, where no smaller
-    loss scale could help, and at the first with train.halt_on_nan, naming what was `nonfinite`.
-    """
-    train, scale = run.config.train, values["loss_scale"]
-    step, loss, norm = values["step"] + 1, values["loss"], values["grad_norm"]
-    what = (
-        f"step {step}: loss {loss:g}, gradient norm {norm:g}, at data position {values['position']}"
-    )
-    if nonfinite is not None:
-        raise RunError(f"{what}; {name_nonfinite(run.config, nonfinite)}; train.halt_on_nan=true")
-    if scale is not None:
-        what += f", loss scale {scale:,.0f}"
-    row = skipped_in_a_row(run.metrics.history)
-    if scale == FLOOR:
-        raise RunError(f"{what}, which is as low as it goes; {_calmer(run.config)}")
-    if row > train.max_skipped:
-        raise RunError(
-            f"{what}; {row} attempts in a row, train.max_skipped={train.max_skipped}; "
-            f"{_calmer(run.config)}"
-        )
-    run.reporter.say(f"skipped     {what}")
-
-
-def skipped_in_a_row(history: list[dict[str, Any]]) -> int:
-    """Attempts since the last that was an update."""
-    attempts = [line for line in history if "position" in line]
-    row = takewhile(lambda line: line["step"] == attempts[-1]["step"], reversed(attempts))
-    # the first of them made that step, unless no attempt ever has
-    return sum(1 for _ in row) - (attempts[-1]["step"] > 0)
-
-
-def name_nonfinite(config: Config, nonfinite: Any) -> str:
-    """Which micro-batches and parameters; nonfinite: bool [microbatch, parameter]."""
-    if not nonfinite.any():
-        return "each gradient is finite, their norm or the loss is not"
-    names = list(named_leaves(abstract_state(config).params))
-    pieces = [str(number + 1) for number in range(len(nonfinite)) if nonfinite[number].any()]
-    named = [name for name, flag in zip(names, nonfinite.any(axis=0), strict=True) if flag]
-    return (
-        f"not finite in micro-batch {', '.join(pieces)} of {len(nonfinite)}: "
-        f"the gradient of {', '.join(named)}"
-    )
-
-
-def _calmer(config: Config) -> str:
-    return f"lower optimizer.lr={config.optimizer.lr} or lengthen optimizer.warmup"
 
 
 def save(run: Run, state: State, done: int) -> None:
@@ -418,7 +371,7 @@ def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float
     described = describe_evaluation(result, counting_levels(run.store))
     run.reporter.say(f"step {done}: {described}")
     if not math.isfinite(result.loss):
-        raise RunError(f"step {done}: held-out loss {result.loss}; {_calmer(run.config)}")
+        raise RunError(f"step {done}: held-out loss {result.loss}; {how_to_calm(run.config)}")
     return result.loss
 
 

@@ -71,11 +71,12 @@ def on_simulated_devices(config: Config) -> Config:
 
 def topology_devices(name: str) -> list[Any]:
     """The devices of a TPU topology, to compile for. Raises ValueError."""
+    import jax
     from jax.experimental import topologies
 
     try:
         devices = list(topologies.get_topology_desc(name, platform="tpu").devices)
-    except Exception as error:  # libtpu's own kinds
+    except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"--target {name}: {reason}; write devices, cpu or a TPU topology such as v5e:4x4"

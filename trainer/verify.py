@@ -70,7 +70,7 @@ ONE_DEVICE = (
 
 REFERENCE = (
     *ONE_DEVICE,
-    *("remat.names=null", "remat.every=1"),
+    *("remat.names=null", "remat.every=1", "layout.overlap_directions=1", "layout.ulysses=null"),
     *(f"{key}={values[0]}" for key, values in CHOICES.items()),
 )
 """What the layouts of the default cover start from."""

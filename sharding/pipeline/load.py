@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .check import check_ops
+from .check import check_ops, check_schedule
 from .schedules import (
     NAMES,
     PLACEMENTS,
@@ -26,7 +26,7 @@ def load_schedule(
     uniform: bool = False,
 ) -> Schedule:
     """The published schedule of that name, or the table in that CSV file, whose sizes are its own:
-    here they may be left out. Raises ValueError.
+    here they may be left out. Either is checked. Raises ValueError.
     """
     path = Path(name)
     if name not in NAMES and path.is_file():
@@ -38,6 +38,7 @@ def load_schedule(
         for what, given in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
             if given not in (None, own := getattr(schedule, what)):
                 raise ValueError(f"{what}={given}, but {name} has {own}: write {what}={own}")
+        check_schedule(schedule)
         return schedule
     if name not in NAMES:
         raise ValueError(
@@ -45,7 +46,9 @@ def load_schedule(
         )
     if stages is None or microbatches is None:
         raise ValueError(f"{name} needs its stages and its microbatches, as in 4 and 8")
-    return build_schedule(name, stages, microbatches, chunks, uniform)
+    schedule = build_schedule(name, stages, microbatches, chunks, uniform)
+    check_schedule(schedule)
+    return schedule
 
 
 def read_schedule(path: Path) -> Schedule:

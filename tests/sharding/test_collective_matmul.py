@@ -254,4 +254,8 @@ def test_overlap_needs_sequence_parallelism():
         LayoutConfig(overlap=True, sequence_parallel=False)
     for directions in (0, 3, True):
         with pytest.raises(ValueError, match="overlap_directions"):
-            LayoutConfig(overlap_directions=directions)
+            LayoutConfig(overlap=True, overlap_directions=directions)
+    with pytest.raises(
+        ValueError, match=r"directions=2 is not read by layout\.overlap=false; write"
+    ):
+        LayoutConfig(overlap_directions=2)

@@ -7,7 +7,7 @@ from meshwright.sharding.rules import RULES, Dim, mesh_sizes, resolve
 ONE = dict.fromkeys(MESH_AXES, 1)
 
 
-def settle(dims, rules=None, sequence_parallel=True, mode="ring", ulysses=2, **sizes):
+def settle(dims, rules=None, sequence_parallel=True, mode="ring", ulysses=None, **sizes):
     config = LayoutConfig(
         rules=rules or {}, sequence_parallel=sequence_parallel, context=mode, ulysses=ulysses
     )
@@ -52,6 +52,12 @@ def test_indivisible_dims_name_keys_and_both_numbers(dim, sizes, message):
 def test_how_attention_goes_over_context(mode, context, ulysses, chunks):
     resolved = settle([], mode=mode, context=context)
     assert (resolved.ulysses, resolved.chunks) == (ulysses, chunks)
+
+
+@pytest.mark.parametrize("mode", ["ring", "zigzag", "ulysses", "all_gather"])
+def test_neighbours_are_for_usp_alone(mode):
+    with pytest.raises(ValueError, match=rf"ulysses=4 is not read by layout\.context={mode}, only"):
+        LayoutConfig(context=mode, ulysses=4)
 
 
 @pytest.mark.parametrize(

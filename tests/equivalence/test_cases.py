@@ -57,11 +57,16 @@ def uneven_reference():
 @pytest.mark.parametrize(
     ("accumulation", "mesh"),
     [
-        (1, "mesh.fsdp=8"),
-        (2, "mesh.data=4 mesh.fsdp=2 layout.zero=1"),
         (4, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2"),
-        (8, "mesh.data=2 mesh.tensor=4 layout.sequence_parallel=false"),
         (16, ""),
+        *(
+            pytest.param(accumulation, mesh, marks=pytest.mark.slow)
+            for accumulation, mesh in (
+                (1, "mesh.fsdp=8"),
+                (2, "mesh.data=4 mesh.fsdp=2 layout.zero=1"),
+                (8, "mesh.data=2 mesh.tensor=4 layout.sequence_parallel=false"),
+            )
+        ),
     ],
 )
 def test_c08_a_mean_over_targets_is_not_a_mean_of_means(accumulation, mesh):
@@ -159,6 +164,7 @@ def test_c17_kv_heads_and_tensor_shards_in_any_proportion(kv_heads, tensor):
     assert_same_gradients(grads, expected_grads)
 
 
+@pytest.mark.slow
 def test_c17_replicas_of_kv_weights_stay_the_same_bits():
     model = (*EIGHT_HEADS, "model.kv_heads=2", "model.layers=2", "train.seq_len=16", *SGD)
     history, state = train(20, *model, "mesh.data=2", "mesh.tensor=4")

@@ -220,6 +220,7 @@ def bits(checkpoint: Path) -> list[tuple[Path, int]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_never_restored(run, tmp_path):
     """Each file in turn: what is restored is right, or it is refused by the name of a leaf or file.
     scripts/flip_bits.py does it 120 times."""

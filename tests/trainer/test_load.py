@@ -232,6 +232,7 @@ def test_presets_survive_the_way_to_yaml_and_back(name, tmp_path):
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
+@pytest.mark.slow
 @given(
     name=st.text(min_size=1),
     field=st.text(),

@@ -3,7 +3,7 @@ gradients of q, k and v, over the full grid of modes, devices, masks, kv heads a
 
     .venv/bin/python scripts/context_grid.py
 
-About half an hour on two cores. Exit code 1 when one differs.
+Twenty minutes on two cores. Exit code 1 when one differs.
 """
 
 from __future__ import annotations

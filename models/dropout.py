@@ -26,17 +26,23 @@ EMBEDDING, ATTENTION, MLP = range(3)
 """Sites: the embedding's output, and that of each sublayer before it joins the residual stream."""
 
 
+GENERATOR = "threefry2x32"
+
+
 class Dropout(NamedTuple):
-    """rate: probability of zero. rows [B]: a key of each row."""
+    """rate: probability of zero. rows: uint32 [B, 2], the words of each row's key: plain data, as a
+    pipeline keeps them with all else that its backward pass needs.
+    """
 
     rate: float
     rows: jax.Array
 
 
 def row_keys(seed: int, positions: jax.Array) -> jax.Array:
-    """Keys [B] of the rows at data positions [B]."""
-    seed_key = jax.random.key(seed, impl="threefry2x32")
-    return jax.vmap(lambda position: jax.random.fold_in(seed_key, position))(positions)
+    """Words of the keys, uint32 [B, 2], of the rows at data positions [B]."""
+    seed_key = jax.random.key(seed, impl=GENERATOR)
+    keys = jax.vmap(lambda position: jax.random.fold_in(seed_key, position))(positions)
+    return jax.random.key_data(keys)
 
 
 def drop(
@@ -49,6 +55,7 @@ def drop(
         return x
 
     def words(row: jax.Array) -> jax.Array:
+        row = jax.random.wrap_key_data(row, impl=GENERATOR)
         return jax.random.bits(jax.random.fold_in(jax.random.fold_in(row, layer), site), (2,))
 
     return _drop(x, jax.vmap(words)(dropout.rows), dropout.rate, layout)

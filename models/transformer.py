@@ -8,6 +8,8 @@ scanned.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,14 +42,38 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Parameters alone; `unembed` is None where the embedding table is tied."""
+    """Parameters alone; `unembed` is None where the embedding table is tied. numbers: of the layers
+    in the order in which `blocks` stacks them, default 0, 1, …; one beyond the model's layers is
+    padding, all zeros.
+    """
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
-        layers = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(config.layers))
+    def __init__(self, config: ModelConfig, key: jax.Array, numbers: Sequence[int] | None = None):
+        held = jnp.asarray(range(config.layers) if numbers is None else numbers)
+        layers = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(held)
         self.embed = init.embedding(key, config, "embed")
-        self.blocks = jax.vmap(lambda key: Block(config, key))(layers)
+        stack = jax.vmap(lambda key: Block(config, key))(layers)
+        self.blocks = jax.tree.map(partial(_real_layers, held < config.layers), stack)
         self.norm = init.scale(config.d_model, "channel")
         self.unembed = None if config.tie_embeddings else init.embedding(key, config, "unembed")
+
+
+def _real_layers(real: jax.Array, stack: jax.Array) -> jax.Array:
+    """stack[L, ...] with padding set to zero."""
+    return jnp.where(jnp.expand_dims(real, range(1, stack.ndim)), stack, 0.0)
+
+
+def split(params: Transformer) -> tuple[Transformer, Block]:
+    """(embedding and head, the stack of blocks)"""
+    ends = jax.tree.map(lambda leaf: leaf, params)
+    ends.blocks = None
+    return ends, params.blocks
+
+
+def join(ends: Transformer, stack: Block) -> Transformer:
+    """What `split` took apart."""
+    params = jax.tree.map(lambda leaf: leaf, ends)
+    params.blocks = stack
+    return params
 
 
 def embed(
@@ -60,15 +86,20 @@ def embed(
 
 
 def blocks(
-    params: Transformer,
+    stack: Block,
     x: jax.Array,
     batch: Batch,
     layout: Layout,
     config: ModelConfig,
     remat: RematConfig,
     dropout: Dropout | None = None,
-) -> jax.Array:
-    """All layers, scanned."""
+    numbers: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | float, dict[str, jax.Array]]:
+    """The layers of `stack`, scanned: x after them, their own share of the loss and of sums to log.
+
+    numbers [L]: which layers of the model they are, default 0, 1, …; padding (a number beyond the
+    model's layers) leaves x as it is.
+    """
     rotation = rotations(batch.positions, config)
     at = context.gather_tokens(Tokens(batch.positions, batch.segments), layout)
     consecutive = context.consecutive(batch.tokens.shape[1], layout)
@@ -82,10 +113,13 @@ def blocks(
     def layer(x: jax.Array, numbered: tuple[Any, Block]) -> jax.Array:
         number, p = numbered
         x = checkpoint_name(x, "block.input")
-        return block(p, x, kernel, rotation, layout, config, dropout, number)[0]
+        after = block(p, x, kernel, rotation, layout, config, dropout, number)[0]
+        return after if numbers is None else jnp.where(number < config.layers, after, x)
 
-    numbers = None if dropout is None else jnp.arange(config.layers)
-    return scan_layers(layer, x, (numbers, params.blocks), remat)
+    count = len(jax.tree.leaves(stack)[0])
+    numbered = jnp.arange(count) if numbers is None else numbers
+    x = scan_layers(layer, x, (numbered, stack), remat)
+    return x, 0.0, {}
 
 
 def block(

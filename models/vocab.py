@@ -1,7 +1,8 @@
 """The vocabulary's two ends: embedding, and a cross entropy whose full logits never exist.
 
-Both tables are cut over `tensor` by rows (Megatron, arXiv 1909.08053). A device works with its own
-columns of the logits; one maximum and one sum over `tensor` make the softmax whole. Padding rows of
+Both tables are cut over `pipe` and `tensor` by rows (Megatron, arXiv 1909.08053; over pipe:
+2411.05288). A device works with its own columns of the logits; one maximum and one sum over these
+axes make the softmax whole. Padding rows of
 a table (stored vocabulary is a multiple of `model.vocab_multiple`) are outside the model: their
 logits are minus infinity, their gradients zero. Shapes: B sequences, S tokens, D width, T tokens of
 a chunk, V stored vocabulary.
@@ -16,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
+from ..sharding.collectives import all_reduce, all_reduce_max
 from ..sharding.layout import Layout
-from ..sharding.linear import fused_linear, local_rows, row_products
+from ..sharding.linear import fused_linear, local_rows, row_products, vocab_part
 
 LOGITS_AT_ONCE = 2**22
 """f32 logits that exist at once on a device, 16 MiB; but those of SMALLEST_CHUNK tokens always."""
@@ -50,8 +51,8 @@ def cross_entropy_share(
     differentiable, and sums by name, also shares, of quantities to log: `loss`, the negative
     log-likelihood in nats; `z_loss` and `smoothing_loss` where those are on. Per token
         objective = (1-ε)·nll + ε·mean over the vocabulary of -log p + z·logsumexp²
-    (label smoothing 1512.00567; z-loss 2204.02311). Every tensor rank computes the same value,
-    hence 1/tensor of it.
+    (label smoothing 1512.00567; z-loss 2204.02311). Every device that holds rows computes the same
+    value, hence its part of it.
     """
     rows = {"target": targets, "weight": weights}
     consume = partial(_score, layout=layout, loss=loss)
@@ -77,22 +78,22 @@ def _cap(logits: jax.Array, softcap: float | None) -> jax.Array:
 
 
 def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, loss: Loss):
-    """logits[T, V_tensor] f32 -> share, d(objective)/d(logits) [T, V_tensor], sums."""
-    columns = logits.shape[1]
+    """This device's columns of the logits, [T, V] f32 -> share, d(objective)/d(logits), sums."""
+    columns, axes = logits.shape[1], layout.axes("vocab")
     weight = rows["weight"][:, None]
     capped = _cap(logits, loss.softcap)
-    column = axis_index("tensor", layout) * columns + jnp.arange(columns)[None, :]
+    column = vocab_part(layout) * columns + jnp.arange(columns)[None, :]
     real = column < loss.vocab_size
     capped = jnp.where(real, capped, -jnp.inf)
 
-    top = all_reduce_max(jnp.max(capped, axis=1, keepdims=True), "tensor", layout)
+    top = all_reduce_max(jnp.max(capped, axis=1, keepdims=True), axes, layout)
     exp = jnp.exp(capped - top)
     at_target = jnp.arange(columns)[None, :] == local_rows(rows["target"], columns, layout)[:, None]
     parts = [exp, jnp.where(at_target, capped, 0.0)]
     if loss.label_smoothing:
         parts.append(jnp.where(real, capped, 0.0))
     local = [jnp.sum(part, axis=1, keepdims=True) for part in parts]
-    total, target_logit, *logit_sum = all_reduce(local, "tensor", layout)
+    total, target_logit, *logit_sum = all_reduce(local, axes, layout)
     logsumexp = top + jnp.log(total)
     nll = logsumexp - target_logit
     objective, sums = nll, {"loss": nll}
@@ -109,6 +110,6 @@ def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, los
     dlogits -= jnp.where(real, smoothing / loss.vocab_size, 0.0)
     if loss.softcap is not None:
         dlogits *= jnp.where(real, 1.0 - (capped / loss.softcap) ** 2, 0.0)
-    once = weight / layout.size("tensor")
+    once = weight / layout.size(axes)
     share, *parts = (jnp.sum(a * once) for a in (objective, *sums.values()))
     return share, dlogits * weight, dict(zip(sums, parts, strict=True))

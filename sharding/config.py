@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
 """Every mesh has these axes, slowest link first."""
 
-NOT_BUILT_AXES = ("replica", "pipe", "expert")
+NOT_BUILT_AXES = ("replica", "expert")
 """Axes that exist in every mesh but whose systems are not written yet: sizes above 1 are refused.
 """
 
@@ -26,7 +26,9 @@ NOT_YET = Field(description="not built yet: 1")
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MeshConfig:
     replica: Annotated[int, NOT_YET] = 1
-    pipe: Annotated[int, NOT_YET] = 1
+    pipe: Annotated[
+        int, Field(description="stages of layers, between which micro-batches pass by schedule")
+    ] = 1
     data: Annotated[
         int,
         Field(description="devices that see different rows and hold the same; -1: what is left"),
@@ -59,6 +61,11 @@ class MeshConfig:
                 raise ValueError(
                     f"mesh.{axis}={size}: the {axis} axis is not built yet; write mesh.{axis}=1"
                 )
+        if self.pipe == -1:
+            raise ValueError(
+                "mesh.pipe=-1: which layers a device holds is part of the model's state; write the "
+                "number of stages, and -1 for another axis"
+            )
         if list(sizes.values()).count(-1) > 1:
             free = " and ".join(f"mesh.{axis}" for axis, size in sizes.items() if size == -1)
             raise ValueError(f"{free} are both -1: only one axis may take what is left")
@@ -126,6 +133,17 @@ class LayoutConfig:
             "heads; null: 2",
         ),
     ] = None
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved"],
+        Field(description="who computes what when over pipe, in lockstep; see meshwright schedule"),
+    ] = "1f1b"
+    chunks: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="of layout.schedule=interleaved: pieces of the layers on a stage; null: 2",
+        ),
+    ] = None
     rules: Annotated[
         dict[str, list[str]],
         Field(description="logical axis -> mesh axes, replacing a row of sharding/rules.py"),
@@ -141,6 +159,11 @@ class LayoutConfig:
             raise ValueError(
                 f"layout.overlap_directions={self.overlap_directions} is not read by "
                 f"layout.overlap=false; write layout.overlap=true or layout.overlap_directions=1"
+            )
+        if self.chunks is not None and self.schedule != "interleaved":
+            raise ValueError(
+                f"layout.chunks={self.chunks} is not read by layout.schedule={self.schedule}, only "
+                f"by interleaved; leave it out"
             )
         if self.ulysses is not None and self.context != "usp":
             raise ValueError(

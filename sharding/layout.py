@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,11 @@ class Layout:
     def _rules(self) -> dict[str, tuple[str, ...]]:
         return dict(self.resolved.rules)
 
+    def with_rules(self, **rows: tuple[str, ...]) -> Layout:
+        """The same mesh with other rows of the table."""
+        rules = tuple((self._rules | rows).items())
+        return replace(self, resolved=replace(self.resolved, rules=rules))
+
     def size(self, axes: str | Sequence[str]) -> int:
         """Devices along a mesh axis, or along several taken together."""
         axes = (axes,) if isinstance(axes, str) else axes
@@ -52,7 +57,7 @@ class Layout:
         return tuple(axis for axis in self.axes(name) if axis in ZERO_AXES and self.zero == 3)
 
     def param_spec(self, axes: Sequence[str], stack: int = 0) -> P:
-        """Spec of a parameter whose last dims are `axes`, after `stack` dims that are not cut."""
+        """Spec of a parameter whose last dims are `axes`, after `stack` dims of layers."""
         return self._spec(axes, stack, cut_by_zero=self.zero == 3)
 
     def accumulator_spec(self, axes: Sequence[str], stack: int = 0) -> P:
@@ -66,14 +71,14 @@ class Layout:
     def _spec(self, axes: Sequence[str], stack: int, cut_by_zero: bool) -> P:
         entries = [
             tuple(axis for axis in self.axes(name) if cut_by_zero or axis not in ZERO_AXES)
-            for name in axes
+            for name in [*["layers"] * stack, *axes]
         ]
         used = [axis for entry in entries for axis in entry]
         if twice := {axis for axis in used if used.count(axis) > 1}:
             raise ValueError(
                 f"a parameter with axes {tuple(axes)} would use mesh axis {twice.pop()} twice"
             )
-        return P(*[None] * stack, *[entry or None for entry in entries])
+        return P(*[entry or None for entry in entries])
 
     def batch_spec(self) -> P:
         """Spec of a batch array [microbatch, sequence, token]: each tensor rank sees its group's

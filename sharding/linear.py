@@ -147,12 +147,13 @@ def _weights(shards: Sequence[jax.Array], dtype: Any, plan: _Plan) -> list[jax.A
 
 
 def lookup(ids: jax.Array, table: nnx.Param, layout: Layout, dtype: Any) -> jax.Array:
-    """Rows of `table`[V_tensor, D_fsdp] for ids[B, S_context] -> x[B, S_{context,tensor}, D] in
-    `dtype`.
+    """Rows of `table`[V_{pipe,tensor}, D_fsdp] for ids[B, S_context] -> x[B, S_{context,tensor}, D]
+    in `dtype`.
 
-    Vocab parallel (1909.08053): a device gives zeros for rows it does not hold; the exit adds up.
-    Moves what the exit of a `linear` and the gather of a weight move; the table's gradient is
-    reduce-scattered in `layout.reduce`.
+    Vocab parallel (1909.08053): a device gives zeros for rows it does not hold; the exit adds up,
+    and after it an all-reduce over pipe, whose stages hold rows, too (2411.05288). Moves what the
+    exit of a `linear` and the gather of a weight move; the table's gradient is reduce-scattered in
+    `layout.reduce`.
     """
     return _lookup(ids, table[...], dtype, _Plan(layout, (table.axes,), None, "tensor"))
 
@@ -162,7 +163,7 @@ def _lookup(ids: jax.Array, shard: jax.Array, dtype: Any, plan: _Plan) -> jax.Ar
     table = gather_weight(shard, plan.axes[0], dtype, plan.layout)
     row = local_rows(ids, table.shape[0], plan.layout)
     rows = table.at[row].get(mode="fill", fill_value=0)
-    return _scatter(rows, plan)
+    return all_reduce(_scatter(rows, plan), _stages(plan.layout), plan.layout)
 
 
 def _lookup_forward(ids, shard, dtype, plan):
@@ -174,7 +175,7 @@ def _lookup_backward(dtype, plan, residuals, dx):
     table = jax.eval_shape(
         lambda shard: gather_weight(shard, plan.axes[0], dtype, plan.layout), shard
     )
-    drows = _gather(dx, plan)
+    drows = _gather(all_reduce(dx, _stages(plan.layout), plan.layout), plan)
     row = local_rows(ids, table.shape[0], plan.layout)
     dtable = jnp.zeros(table.shape, jnp.float32).at[row].add(drows.astype(jnp.float32), mode="drop")
     return None, _scatter_gradient(dtable, plan.axes[0], shard.dtype, plan.layout)
@@ -188,13 +189,13 @@ Consume = Callable[..., tuple[jax.Array, jax.Array, Any]]
 def fused_linear(
     x: jax.Array, table: nnx.Param, rows: Any, layout: Layout, consume: Consume, chunk: int
 ) -> tuple[jax.Array, Any]:
-    """Multiply x[B, S_{context,tensor}, D] by `table`[V_tensor, D_fsdp], `chunk` tokens at a time,
-    and add up what `consume` makes of the products, so that no more than [chunk, V_tensor] of them
-    ever exist.
+    """Multiply x[B, S_{context,tensor}, D] by `table`[V_{pipe,tensor}, D_fsdp], `chunk` tokens at a
+    time, and add up what `consume` makes of the products, so that no more than [chunk, V] of the
+    device's rows V ever exist.
 
-    `consume(y, rows)` gets y[T, V_tensor] in f32 and the T rows of every leaf of `rows` ([B,
+    `consume(y, rows)` gets y[T, V] in f32 and the T rows of every leaf of `rows` ([B,
     S_context, ...]; zeros pad the last chunk); it returns this device's share of the loss, the
-    derivative of the sum of all devices' shares by y, [T, V_tensor], and a pytree of scalars to add
+    derivative of the sum of all devices' shares by y, [T, V], and a pytree of scalars to add
     up. The gradients of x and table are formed in the same forward sweep: no product is computed
     twice. Returns the share, differentiable, and the sums, which are not. Moves what the entrance
     of a `linear` moves.
@@ -307,11 +308,24 @@ def _add_bias(y: jax.Array, bias: nnx.Param, layout: Layout) -> jax.Array:
     return (y.astype(jnp.float32) + own.reshape(1, 1, *own.shape)).astype(y.dtype)
 
 
+def _stages(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes beside tensor that cut a vocabulary table."""
+    return tuple(axis for axis in layout.axes("vocab") if axis != "tensor")
+
+
+def vocab_part(layout: Layout) -> jax.Array | int:
+    """Which part of a vocabulary table this device holds."""
+    part = 0
+    for axis in layout.axes("vocab"):
+        part = part * layout.size(axis) + axis_index(axis, layout)
+    return part
+
+
 def local_rows(ids: jax.Array, rows: int, layout: Layout) -> jax.Array:
     """Token ids as row numbers of this device's part of a vocabulary table; `rows`, one past it, if
     not there.
     """
-    row = ids - axis_index("tensor", layout) * rows
+    row = ids - vocab_part(layout) * rows
     return jnp.where((row >= 0) & (row < rows), row, rows)
 
 

@@ -20,7 +20,8 @@ over them.
 
 RULES: dict[str, tuple[str, ...]] = {
     # dims of parameters
-    "vocab": ("tensor",),
+    "layers": ("pipe",),  # the stack of blocks, in the order in which stages hold them
+    "vocab": ("pipe", "tensor"),  # embedding and head are shared by all stages (2411.05288)
     "embed": ("fsdp",),  # d_model as a dim of a matrix: the dim ZeRO cuts
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

@@ -17,8 +17,9 @@ from meshwright.sharding.mesh import make_mesh
 from meshwright.trainer.config import Config
 from meshwright.trainer.data.loader import token_order
 from meshwright.trainer.load import override
+from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
 from meshwright.trainer.precision import first_scale
-from meshwright.trainer.state import State, abstract_state, lay_out, named_leaves, state_shardings
+from meshwright.trainer.state import State, abstract_state, lay_out, named_leaves, sharded_shapes
 from meshwright.trainer.step import make_train_step, shard_loss_and_grads
 from meshwright.trainer.verify import REFERENCE, global_norm, synthetic_batch
 
@@ -85,7 +86,7 @@ def random_params(config: Config):
             value[config.model.vocab_size :] = 0
         return value / np.float32(math.sqrt(config.model.d_model))
 
-    return map_params(fill, abstract_state(config).params)
+    return map_params(fill, abstract_state(config, range(config.model.layers)).params)
 
 
 def place(batch: Batch, config: Config, layout: Layout) -> Batch:
@@ -105,11 +106,13 @@ def layout_gradients(config: Config, batch: Batch | None = None):
     batch."""
     batch = synthetic_batch(config) if batch is None else batch
     layout = lay_out(config, first_devices(config))
-    shardings = state_shardings(abstract_state(config), layout).params
-    params = jax.device_put(random_params(config), shardings)
+    whole = model_order_shapes(config, layout).params
+    params = jax.device_put(random_params(config), jax.tree.map(lambda leaf: leaf.sharding, whole))
+    params = in_stage_order(params, sharded_shapes(config, layout).params, config)
     run = jax.jit(shard_loss_and_grads(config, layout, params))
-    metrics, grads = jax.device_get(run(params, place(batch, config, layout)))
-    return {name: float(value) for name, value in metrics.items()}, named_leaves(grads)
+    metrics, grads = run(params, place(batch, config, layout))
+    grads = jax.device_get(named_leaves(in_model_order(grads, whole, config)))
+    return {name: float(value) for name, value in metrics.items()}, grads
 
 
 @functools.cache
@@ -153,11 +156,12 @@ def run_steps(config: Config, batches: Iterable[Batch]):
     """Metrics of each update on the host, and the last state on its devices. The first has
     `random_params`."""
     layout = lay_out(config, first_devices(config))
-    abstract = abstract_state(config)
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+    whole = model_order_shapes(config, layout)
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), whole)
     loss_scale = jax.device_get(first_scale(config.precision))
     state = replace(state, params=random_params(config), loss_scale=loss_scale)
-    state = jax.device_put(state, state_shardings(abstract, layout))
+    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, whole))
+    state = in_stage_order(state, sharded_shapes(config, layout), config)
     step, history = make_train_step(config, layout), []
     for batch in batches:
         state, metrics = step(state, place(batch, config, layout))

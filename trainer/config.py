@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
+from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from ..models.config import ModelConfig, RematConfig
 from ..sharding.config import STRICT, LayoutConfig, MeshConfig
+from ..sharding.pipeline.load import load_schedule
+from ..sharding.pipeline.schedules import Schedule, stacked_layers
 from ..sharding.rules import Dim, mesh_sizes, resolve
 
 SMALLEST_VOCABULARY = 257
@@ -530,11 +533,14 @@ class Config:
                 "scale of precision.compute=f16; write train.halt_on_nan=false"
             )
         warmup = optimizer.warmup_updates(train.tokens_per_update)
-        if self.model.layers % self.remat.every:
-            raise ValueError(
-                f"model.layers={self.model.layers} is not a multiple of "
-                f"remat.every={self.remat.every}"
-            )
+        pieces, written = 1, f"model.layers={self.model.layers}"
+        if (schedule := self.pipeline()) is not None:
+            pieces = schedule.stages * schedule.chunks
+            written += f" on mesh.pipe={self.mesh.pipe}, {pieces} pieces in all,"
+        if self.model.layers < pieces:
+            raise ValueError(f"{written} leaves some without any; write at least {pieces}")
+        if len(self.stacked_layers()) // pieces % self.remat.every:
+            raise ValueError(f"{written} is not a multiple of remat.every={self.remat.every}")
         cooldown = optimizer.cooldown_updates(train.steps)
         if optimizer.schedule == "wsd" and warmup + cooldown > train.steps:
             written = f"optimizer.warmup={warmup}"
@@ -549,6 +555,26 @@ class Config:
                 f"model.vocab_size={self.model.vocab_size}: data.tokenizer={data.tokenizer} "
                 f"needs at least {SMALLEST_VOCABULARY}, 256 bytes and end-of-text"
             )
+
+    def pipeline(self) -> Schedule | None:
+        """The checked table by which micro-batches pass the stages; None of one stage. Raises
+        ValueError.
+        """
+        layout, stages = self.layout, self.mesh.pipe
+        if stages == 1:
+            return None
+        chunks = (layout.chunks or 2) if layout.schedule == "interleaved" else None
+        return _schedule(layout.schedule, stages, self.train.microbatches, chunks)
+
+    def stacked_layers(self) -> list[int]:
+        """Numbers of the layers in the order in which the state holds them; model.layers stands for
+        padding.
+        """
+        schedule = self.pipeline()
+        if schedule is None:
+            return list(range(self.model.layers))
+        sizes = schedule.stages, schedule.chunks, schedule.placement
+        return stacked_layers(self.model.layers, *sizes)
 
     def dims(self) -> list[Dim]:
         """All sizes the mesh must divide: the model's, and those of the batches it is fed."""
@@ -565,3 +591,14 @@ class Config:
         if train.eval_batch_size is not None:
             dims.append(Dim("batch", train.eval_batch_size, "train.eval_batch_size"))
         return dims
+
+
+@cache
+def _schedule(name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    try:
+        return load_schedule(name, stages, microbatches, chunks, uniform=True)
+    except ValueError as error:
+        raise ValueError(
+            f"layout.schedule={name} on mesh.pipe={stages} with train.microbatches={microbatches}: "
+            f"{error}"
+        ) from None

@@ -27,6 +27,7 @@ from ..sharding.collectives import all_gather, all_reduce_max
 from ..sharding.layout import Layout, specs
 from .config import Config
 from .data.tokenizer import Tokenizer
+from .placement import without_stages
 from .precision import DTYPES
 from .reading import open_run
 from .sampling import Sampling
@@ -97,6 +98,7 @@ def generate(
             )
     if not prompts:
         return []
+    params, layout = without_stages(params, config, layout)
     lengths = [len(prompt) for prompt in prompts]
     batch = _batch(layout)
     rows = _round_up(len(prompts), layout.size(batch))
@@ -165,9 +167,9 @@ def _continue(
     settings: _Settings,
     plan: _Plan,
 ) -> jax.Array:
-    """text[B_{data,fsdp,context}, T] with each row's prompt at its start -> text[B, T] with
-    continuations, on every device. lengths, numbers [B_{data,fsdp,context}]: tokens of the prompts,
-    0 where there is none, and which prompt a row is.
+    """text[B, T], rows cut over `_batch`, with each row's prompt at its start -> text[B, T] with
+    continuations, on every device. lengths, numbers [B], cut alike: tokens of the prompts, 0 where
+    there is none, and which prompt a row is.
     """
     rows = P(_batch(plan.layout))
     run = jax.shard_map(
@@ -251,8 +253,10 @@ def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _batch(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes over which prompts are cut: a row is never cut, so context has others too."""
-    return (*layout.axes("batch"), "context")
+    """Mesh axes over which prompts are cut: a row is never cut, so context has others too, and so
+    has pipe.
+    """
+    return (*layout.axes("batch"), "context", "pipe")
 
 
 def _round_up(count: int, multiple: int) -> int:

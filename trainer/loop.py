@@ -29,6 +29,7 @@ from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_ba
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
 from .metrics import MetricsFile, open_metrics, plot_loss
+from .placement import in_model_order, in_stage_order, model_order_shapes
 from .processes import any_process, is_first, make_agree, on_first, watch
 from .resume import (
     as_one_process,
@@ -197,7 +198,8 @@ def begin_state(
     """The state the run begins with: its newest checkpoint's, or a first one, with the parameters
     of checkpoint.init_from if that is given.
     """
-    steps, target = config.train.steps, sharded_shapes(config, layout)
+    steps, target = config.train.steps, model_order_shapes(config, layout)
+    held = sharded_shapes(config, layout)
     if resumes:
         step, state = restore(folder, target, fallback=config.checkpoint.fallback)
         if step > steps:
@@ -207,7 +209,7 @@ def begin_state(
         finished = ", that is all of them" if step == steps else ""
         reporter.say(f"{'resumed':<12}after {step} of {steps} updates{finished}")
         reporter.begin(step)
-        return state
+        return in_stage_order(state, held, config)
     state = init_state(config, layout)
     if config.checkpoint.init_from is None:
         return state
@@ -216,7 +218,7 @@ def begin_state(
         reporter.say(f"{'changed':<12}{difference}")
     step, restored = restore(source, {"params": target.params})
     reporter.say(f"{'parameters':<12}of step {step} of {source}")
-    return with_params(state, restored["params"])
+    return with_params(state, in_stage_order(restored["params"], held.params, config))
 
 
 def run_to_end(run: Run, state: State) -> State:
@@ -355,7 +357,8 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
 def save(run: Run, state: State, done: int) -> None:
     run.phase(None)  # a disk may take its time
     run.metrics.sync()
-    run.checkpoints.save(done, state)
+    target = model_order_shapes(run.config, run.layout)
+    run.checkpoints.save(done, in_model_order(state, target, run.config))
 
 
 def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float:

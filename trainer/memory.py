@@ -46,7 +46,8 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
 
     Compiles the step once for each.
     """
-    layout, layers = lay_out(config, devices), config.model.layers
+    layout = lay_out(config, devices)
+    layers = len(config.stacked_layers()) // layout.size("pipe")
     configs = [
         config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
         for name in POLICIES
@@ -95,7 +96,9 @@ def block_costs(config: Config, layout: Layout) -> Cost:
 
         def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
             def forward(params: Transformer, x: jax.Array) -> jax.Array:
-                return blocks(params, x, batch, layout, config.model, config.remat, dropout)
+                return blocks(params.blocks, x, batch, layout, config.model, config.remat, dropout)[
+                    0
+                ]
 
             x, backward = jax.vjp(forward, params, x)
             return backward(x)

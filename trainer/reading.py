@@ -19,6 +19,7 @@ from .data.store import Store, open_data
 from .device import prepare_devices
 from .load import load
 from .manifest import run_of
+from .placement import in_stage_order, model_order_shapes
 from .state import eval_part, lay_out, sharded_shapes
 
 
@@ -43,9 +44,11 @@ def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     """
     path = Path(run)
     run = run_of(path)
-    # micro-batches are training's: what is evaluated is one piece
-    config = load(run / "config.yaml", "train.microbatches=1", *overrides)
-    if config.model != load(run / "config.yaml").model:
+    stored = load(run / "config.yaml")
+    # micro-batches are training's, or a pipeline's: what is evaluated without one is one piece
+    one_piece = ["train.microbatches=1"] if stored.mesh.pipe == 1 else []
+    config = load(run / "config.yaml", *one_piece, *overrides)
+    if config.model != stored.model:
         raise ValueError(f"model: {run} holds the parameters of its own; leave model.… out")
     prepare_devices(config.device)
     layout = lay_out(config)
@@ -57,6 +60,7 @@ def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
             f"{store.path} was made from other documents or settings than {run}, see its "
             f"data.json; to read them all the same write data.source={config.data.source}"
         )
-    _, restored = restore(path, eval_part(sharded_shapes(config, layout)))
+    _, restored = restore(path, eval_part(model_order_shapes(config, layout)))
     (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
+    params = in_stage_order(params, sharded_shapes(config, layout).params, config)
     return OpenRun(config, layout, store, params)

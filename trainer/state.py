@@ -61,24 +61,31 @@ def _run_once(make: Callable[[], Any], shardings: Any) -> Any:
     return jax.jit(make, out_shardings=shardings, compiler_options=options)()
 
 
-def abstract_state(config: Config) -> State:
-    """Shapes and dtypes of the state, without a device."""
-    return jax.eval_shape(lambda: _first_state(config))
+def abstract_state(config: Config, numbers: Sequence[int] | None = None) -> State:
+    """Shapes and dtypes of the state, without a device. numbers: of the layers it holds, default
+    those of the config's stages.
+    """
+    return jax.eval_shape(lambda: _first_state(config, numbers))
 
 
 def sharded_shapes(config: Config, layout: Layout) -> State:
-    """`abstract_state` with the shardings that its leaves will have: a target to restore into."""
+    """`abstract_state` with the shardings that its leaves will have."""
     state = abstract_state(config)
+    return with_shardings(state, state_shardings(state, layout))
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        state_shardings(state, layout),
+        shapes,
+        shardings,
     )
 
 
-def _first_state(config: Config) -> State:
+def _first_state(config: Config, numbers: Sequence[int] | None = None) -> State:
+    numbers = config.stacked_layers() if numbers is None else numbers
     # Any: optax's types know no flax module
-    params: Any = Transformer(config.model, jax.random.key(config.run.seed))
+    params: Any = Transformer(config.model, jax.random.key(config.run.seed), numbers)
     zero = jnp.zeros((), jnp.int32)
     return State(
         step=zero,

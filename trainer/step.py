@@ -4,6 +4,7 @@ update in plain jit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from ..sharding.layout import Layout, specs
 from .config import Config
 from .data.loader import batch_shapes
 from .optimizer import make_optimizer
+from .pipeline import pipeline_gradients, pipeline_sums
 from .precision import DTYPES, next_scale
 from .schedule import learning_rate
 from .state import State, abstract_state, sharded_shapes, state_shardings
@@ -131,17 +133,13 @@ def loss_and_grads(
     config: Config,
     layout: Layout,
 ):
-    """Local: this device's part of the batch [G, B, S] through the one-stage schedule, micro-batch
-    by micro-batch.
+    """Local: this device's part of the batch [G, B, S], micro-batch after micro-batch, or as the
+    pipeline's schedule has them.
 
     Weights are divided by the number of valid targets of the GLOBAL batch first; after that every
     sum over micro-batches and devices is a mean over targets, whatever their distribution. They
     carry the loss scale too, so that every derivative does. Gradients are f32.
     """
-    in_specs = specs(params, layout.param_spec)
-    accumulator_specs = specs(params, layout.accumulator_spec)
-    out_specs = specs(params, layout.state_spec)
-
     tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
     scale = 1.0 if loss_scale is None else loss_scale
     batch = replace(batch, weights=batch.weights / (jnp.maximum(tokens, 1.0) / scale))
@@ -152,36 +150,55 @@ def loss_and_grads(
         softcap=config.model.logit_softcap,
     )
 
-    positions = data_positions(position, batch, layout) if config.train.dropout else None
+    rows = None
+    if config.train.dropout:
+        rows = jax.vmap(partial(row_keys, config.run.seed))(data_positions(position, batch, layout))
 
-    def share(params: Transformer, microbatch: Batch, positions: jax.Array | None):
-        dropout = None
-        if positions is not None:
-            dropout = Dropout(config.train.dropout, row_keys(config.run.seed, positions))
-        return forward_share(params, microbatch, config, layout, loss, dropout)
-
-    @jax.jit  # so that its shapes and the scan below trace the model once
-    def one_microbatch(params: Transformer, piece: tuple[Batch, jax.Array | None]):
-        grads, sums = jax.grad(share, has_aux=True)(params, *piece)
-        marks = mark_nonfinite(grads) if config.train.halt_on_nan else None
-        return (scatter_gradients(grads, in_specs, accumulator_specs, layout), sums), marks
-
-    def accumulate(total, piece):
-        one, marks = one_microbatch(params, piece)
-        return jax.tree.map(jnp.add, total, one), marks
-
-    first = jax.tree.map(lambda a: a[0], (batch, positions))
-    one, _ = jax.eval_shape(one_microbatch, params, first)
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
-    (grads, sums), marks = lax.scan(accumulate, zeros, (batch, positions))
-
-    grads = reduce_gradients(grads, accumulator_specs, out_specs, layout)
+    by_microbatch = accumulate if config.mesh.pipe == 1 else pipeline_gradients
+    mark = mark_nonfinite if config.train.halt_on_nan else None
+    grads, sums, marks = by_microbatch(params, (batch, rows), config, layout, loss, mark)
+    accumulator_specs = specs(params, layout.accumulator_spec)
+    grads = reduce_gradients(grads, accumulator_specs, specs(params, layout.state_spec), layout)
     sums = all_reduce(sums, _all_axes(layout), layout)
     grads, sums = jax.tree.map(lambda a: a / scale, (grads, sums))
     metrics = sums | {"tokens": tokens}
     if marks is not None:
         metrics["nonfinite"] = all_reduce_max(marks, _all_axes(layout), layout) > 0
     return metrics, grads
+
+
+def accumulate(
+    params: Transformer,
+    pieces: tuple[Batch, jax.Array | None],
+    config: Config,
+    layout: Layout,
+    loss: Loss,
+    mark: Callable[[Any], jax.Array] | None,
+):
+    """Local: gradients and sums to log, added up over micro-batches [G, ...] that follow each
+    other; what `mark` [leaf] makes of each one's gradients, [G, leaf].
+    """
+    in_specs = specs(params, layout.param_spec)
+    accumulator_specs = specs(params, layout.accumulator_spec)
+
+    def share(params: Transformer, batch: Batch, rows: jax.Array | None):
+        dropout = None if rows is None else Dropout(config.train.dropout, rows)
+        return forward_share(params, batch, config, layout, loss, dropout)
+
+    @jax.jit  # so that its shapes and the scan below trace the model once
+    def one_microbatch(params: Transformer, piece: tuple[Batch, jax.Array | None]):
+        grads, sums = jax.grad(share, has_aux=True)(params, *piece)
+        marks = mark(grads) if mark else None
+        return (scatter_gradients(grads, in_specs, accumulator_specs, layout), sums), marks
+
+    def add(total, piece):
+        one, marks = one_microbatch(params, piece)
+        return jax.tree.map(jnp.add, total, one), marks
+
+    one, _ = jax.eval_shape(one_microbatch, params, jax.tree.map(lambda a: a[0], pieces))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
+    (grads, sums), marks = lax.scan(add, zeros, pieces)
+    return grads, sums, marks
 
 
 def mark_nonfinite(tree: Any) -> jax.Array:
@@ -215,8 +232,9 @@ def forward_share(
     logged sums.
     """
     x = embed(params, batch, layout, DTYPES[config.precision.compute], dropout)
-    x = blocks(params, x, batch, layout, config.model, config.remat, dropout)
-    return head_share(params, x, batch, layout, config.model, loss)
+    x, share, sums = blocks(params.blocks, x, batch, layout, config.model, config.remat, dropout)
+    head, more = head_share(params, x, batch, layout, config.model, loss)
+    return share + head, sums | more
 
 
 def make_eval_step(config: Config, layout: Layout):
@@ -227,7 +245,11 @@ def make_eval_step(config: Config, layout: Layout):
     loss = Loss(config.model.vocab_size, softcap=config.model.logit_softcap)
 
     def sums(params: Transformer, batch: Batch):
-        _, sums = forward_share(params, jax.tree.map(lambda a: a[0], batch), config, layout, loss)
+        if config.mesh.pipe == 1:
+            one = jax.tree.map(lambda a: a[0], batch)
+            _, sums = forward_share(params, one, config, layout, loss)
+        else:
+            sums = pipeline_sums(params, batch, config, layout, loss)
         tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
         return all_reduce(sums["loss"], _all_axes(layout), layout), tokens
 

@@ -25,7 +25,8 @@ from .config import Config
 from .data.loader import token_order
 from .device import prepare_devices
 from .load import override
-from .state import abstract_state, init_params, lay_out, named_leaves, state_shardings
+from .placement import in_model_order, in_stage_order, model_order_shapes
+from .state import init_params, lay_out, named_leaves, sharded_shapes
 from .step import shard_loss_and_grads
 
 LOSS_TOLERANCE = 1e-5
@@ -38,6 +39,7 @@ SMALLEST_LEAF = 1e-6
 """A leaf's largest value counts as at least this share of the global gradient norm."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "mesh.pipe": (1, 2),
     "mesh.data": (1, 2),
     "mesh.fsdp": (1, 2, 4),
     "mesh.context": (1, 2, 4, 8),
@@ -46,6 +48,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "layout.sequence_parallel": ("true", "false"),
     "layout.overlap": ("false", "true"),
     "layout.context": ("ring", "zigzag", "ulysses", "all_gather", "usp"),
+    "layout.schedule": ("1f1b", "gpipe", "interleaved"),
     "train.microbatches": (1, 2),
     "remat.policy": ("none", "full"),
 }
@@ -71,6 +74,7 @@ ONE_DEVICE = (
 REFERENCE = (
     *ONE_DEVICE,
     *("remat.names=null", "remat.every=1", "layout.overlap_directions=1", "layout.ulysses=null"),
+    "layout.chunks=null",
     *(f"{key}={values[0]}" for key, values in CHOICES.items()),
 )
 """What the layouts of the default cover start from."""
@@ -181,13 +185,16 @@ def run_layout(
     many as the config's mesh needs; params and batch from the host.
     """
     layout = lay_out(config, jax.devices()[: math.prod(config.mesh.sizes().values())])
-    shardings = state_shardings(abstract_state(config), layout).params
-    params = jax.device_put(params, shardings)
+    target = model_order_shapes(config, layout).params
+    held = sharded_shapes(config, layout).params
+    params = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, target))
+    params = in_stage_order(params, held, config)
     pieces = config.train.microbatches
     order = token_order(config.train.seq_len, layout)
     batch = jax.tree.map(lambda a: a[..., order].reshape(pieces, -1, a.shape[-1]), batch)
     batch = jax.device_put(batch, layout.sharding(layout.batch_spec()))
     metrics, grads = jax.jit(shard_loss_and_grads(config, layout, params))(params, batch)
+    grads = in_model_order(grads, target, config)
     metrics, grads = jax.device_get((metrics, named_leaves(grads)))
     return {name: float(value) for name, value in metrics.items()}, grads
 
@@ -239,7 +246,13 @@ def possible_layouts(config: Config) -> dict[str, list[str]]:
     for values in reversed(list(product(*CHOICES.values()))):
         value_of = dict(zip(CHOICES, values, strict=True))
         devices = math.prod(value for key, value in value_of.items() if key.startswith("mesh."))
-        unread = value_of["mesh.context"] == 1 and value_of["layout.context"] != "ring"
+        unread = any(
+            value_of[axis] == 1 and value_of[key] != CHOICES[key][0]
+            for axis, key in (
+                ("mesh.context", "layout.context"),
+                ("mesh.pipe", "layout.schedule"),
+            )
+        )
         if unread or not 1 < devices <= jax.device_count():
             continue
         chosen = [f"{key}={value}" for key, value in value_of.items()]

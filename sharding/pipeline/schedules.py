@@ -186,11 +186,38 @@ def finish(
     return replace(bare, rows=rows)
 
 
+def forward_schedule(stages: int, microbatches: int, chunks: int, placement: Placement) -> Schedule:
+    """Forward passes alone, to evaluate with the layers where training has them."""
+    units = sorted(
+        ((m, c) for m in range(microbatches) for c in range(chunks)),
+        key=lambda unit: (unit[0] // stages, unit[1], unit[0]),
+    )
+    order: list[Slot] = [(Op("F", *unit),) for unit in units]
+    table = _in_ticks([order] * stages, chunks, placement)
+    return finish("forward", microbatches, chunks, placement, table)
+
+
+def stacked_layers(layers: int, stages: int, chunks: int, placement: Placement) -> list[int]:
+    """Numbers of the layers in the order in which stages hold them: stage by stage, chunk by chunk.
+    Layers are spread evenly over the model's depth; each chunk has as many places as the fullest
+    one, and `layers` stands where it has no layer.
+    """
+    depths = stages * chunks
+    numbers = []
+    for stage in range(stages):
+        for chunk in range(chunks):
+            depth = depth_of(placement, stages, chunks, stage, chunk)
+            own = list(range(layers * depth // depths, layers * (depth + 1) // depths))
+            numbers += own + [layers] * (-(-layers // depths) - len(own))
+    return numbers
+
+
 def lifetimes(schedule: Schedule) -> dict[Value, tuple[int, int]]:
     """When each value is written and when it is last read, as 5·tick + phase of the tick.
 
     The phases are F, head, B, W and exchange: what a neighbour sends arrives at the end of a tick.
-    A W in the slot of its B finds the taps at hand: they need no row.
+    A W in the slot of its B finds the taps at hand: they need no row. An F without a B keeps
+    nothing.
     """
     forward, head, backward, weight, exchange = range(5)
     last = schedule.stages * schedule.chunks - 1
@@ -203,8 +230,8 @@ def lifetimes(schedule: Schedule) -> dict[Value, tuple[int, int]]:
             if depth > 0:
                 sent = when[Result("F", microbatch, depth - 1)] + exchange
                 lives[Value("x", *place)] = (sent, now + forward)
-            used = when[Result("B", microbatch, depth)] + backward
-            lives[Value("stash", *place)] = (now + forward, used)
+            if (back := Result("B", microbatch, depth)) in when:
+                lives[Value("stash", *place)] = (now + forward, when[back] + backward)
         elif kind == "B":
             if depth < last:
                 sent = when[Result("B", microbatch, depth + 1)] + exchange

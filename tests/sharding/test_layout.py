@@ -24,16 +24,16 @@ MATRIX = ("embed", "heads", "head_dim")
 )
 def test_zero_stages_cut_one_thing_more_each(zero, param, accumulator, state):
     layout = layout_on(zero=zero, fsdp=2, tensor=2)
-    assert layout.param_spec(MATRIX, stack=1) == P(None, param, ("tensor",), None)
-    assert layout.accumulator_spec(MATRIX, stack=1) == P(None, accumulator, ("tensor",), None)
-    assert layout.state_spec(MATRIX, stack=1) == P(None, state, ("tensor",), None)
+    assert layout.param_spec(MATRIX, stack=1) == P(("pipe",), param, ("tensor",), None)
+    assert layout.accumulator_spec(MATRIX, stack=1) == P(("pipe",), accumulator, ("tensor",), None)
+    assert layout.state_spec(MATRIX, stack=1) == P(("pipe",), state, ("tensor",), None)
     assert layout.gathered("embed") == (param or ())
     assert layout.gathered("heads") == ()
 
 
 def test_vectors_are_replicated_at_every_stage():
     layout = layout_on(zero=3, fsdp=2)
-    assert layout.state_spec(("channel",), stack=1) == P(None, None)
+    assert layout.state_spec(("channel",), stack=1) == P(("pipe",), None)
 
 
 def test_sizes_of_axes_multiply():
@@ -49,7 +49,7 @@ def test_batches_are_cut_over_rows_not_over_tensor():
 
 def test_names_that_do_not_exist_and_axes_used_twice():
     layout = layout_on()
-    with pytest.raises(ValueError, match="no logical axis 'mpl'; known are vocab, .*mlp"):
+    with pytest.raises(ValueError, match="no logical axis 'mpl'; known are layers, vocab, .*mlp"):
         layout.param_spec(("embed", "mpl"))
     with pytest.raises(ValueError, match=r"\('heads', 'mlp'\) would use mesh axis tensor twice"):
         layout.param_spec(("heads", "mlp"))
@@ -70,7 +70,7 @@ def test_map_params_keeps_the_tree_and_leaves_counters_alone():
     layout = layout_on(fsdp=2, tensor=2)
     found = specs(tree, layout.param_spec)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
-    assert found["w"].get_value() == P(None, ("fsdp",), ("tensor",))
+    assert found["w"].get_value() == P(("pipe",), ("fsdp",), ("tensor",))
     assert found["count"] == P()
     doubled = map_params(lambda param, value: param.get_value() + value, tree, tree)
     assert is_param(doubled["w"]) and doubled["w"].role == "matrix"

@@ -1,0 +1,341 @@
+"""Runs a schedule's table inside the step's `shard_map`; what a stage computes is an argument.
+
+Every stage runs the same program. Consecutive ticks with the same phases are one `lax.scan`. A
+phase that a stage does not have in its tick is masked: its forward is kept by nobody, its backward
+pass starts from a zero cotangent and makes zero gradients. So anything may run inside a stage,
+collectives over other axes included, and activations and gradients travel along `pipe` outside any
+branch. Embedding and head meet all stages; whether they run depends on the tick alone.
+
+F stashes what its VJP saves, but for the parameters, which are there anyway: B computes nothing
+again that the policy of recomputation does not, and no weight waits in a buffer. Letters: p stages,
+m micro-batches, v chunks of n layers on a stage, x[...] one micro-batch's activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby, product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..collectives import all_reduce, axis_index, shift
+from ..layout import Layout
+from .schedules import Op, Schedule, Value
+
+AXIS = "pipe"
+
+WAYS = (0, 1, -1)
+"""Places along `pipe` from one chunk of the model to the next; 0 is the turn of a V."""
+
+
+class Stages(NamedTuple):
+    """What the schedule drives. ends: parameters of embedding and head; chunk: of one chunk's
+    layers [n, ...]; piece: one micro-batch's data; depth: of the chunk in the model.
+    """
+
+    embed: Callable[[Any, Any], jax.Array]
+    """(ends, piece) -> x, the same on all stages"""
+    layers: Callable[[Any, jax.Array, Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
+    """(chunk, x, piece, depth) -> (y like x, this device's share of the loss), sums to log"""
+    head: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+    """(ends, y, piece) -> this device's share of the loss, sums to log"""
+
+
+class Totals(NamedTuple):
+    """Over all micro-batches, this device's part. sums: to log, of layers and of head; the others
+    None of a table without B: gradients of ends and stack; marks [m, ...] of both.
+    """
+
+    sums: tuple[Any, Any]
+    ends: Any = None
+    stack: Any = None
+    marks: Any = None
+
+
+class _Rows(NamedTuple):
+    """Buffers [rows, ...]; the last row of each is for what nobody waits for."""
+
+    x: Any
+    dy: Any = None
+    stash: Any = None
+
+
+def run_schedule(
+    schedule: Schedule,
+    stages: Stages,
+    ends: Any,
+    stack: Any,
+    pieces: Any,
+    layout: Layout,
+    scatter: Callable[[Any], Any] = lambda grads: grads,
+    mark: Callable[[Any], jax.Array] | None = None,
+) -> Totals:
+    """Local. stack: this stage's layers [v·n, ...], chunk after chunk; pieces: [m, ...]. scatter:
+    gradients of ends or of a chunk -> what is added up of them. mark: the same gradients -> [...]
+    f32, of which each micro-batch's maximum is kept.
+
+    n the bytes of x: a tick in which any stage has an F sends n along `pipe` in each direction that
+    the placement has, and so does one with a B. Embedding and head all-reduce n each for every
+    micro-batch, and once more backward.
+    """
+    table, v = stage_orders(schedule), schedule.chunks
+    trains = bool(table["B"].any())
+    stage = axis_index(AXIS, layout)
+    last, _ = _places(schedule)[-1]
+    recipes: list[Any] = []  # how B puts a VJP together again: the same for every F
+
+    def forward(chunk: Any, x: jax.Array, piece: Any, depth: Any):
+        """(y, sums, what B needs beside the parameters)"""
+
+        def layers(chunk: Any, x: jax.Array):
+            return stages.layers(chunk, x, piece, depth)
+
+        if not trains:
+            (y, _), sums = layers(chunk, x)
+            return y, sums, []
+        (y, _), vjp, sums = jax.vjp(layers, chunk, x, has_aux=True)
+        saved, tree = jax.tree.flatten(vjp)
+        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(chunk))}
+        numbers = [known.get(id(leaf)) for leaf in saved]
+        recipes.append((tree, numbers))
+        return y, sums, [a for a, number in zip(saved, numbers, strict=True) if number is None]
+
+    def backward(chunk: Any, stash: Sequence[jax.Array], dy: jax.Array, active: jax.Array):
+        """(gradients of chunk, dx)"""
+        (tree, numbers), *others = recipes
+        assert all(more == numbers for _, more in others)
+        kept, params = iter(stash), jax.tree.leaves(chunk)
+        leaves = [next(kept) if number is None else params[number] for number in numbers]
+        masked = jnp.where(active, dy, jnp.zeros_like(dy)), active.astype(jnp.float32)
+        return jax.tree.unflatten(tree, leaves)(masked)
+
+    def add_ends(totals: Totals, grads: Any, microbatch: Any) -> Totals:
+        if mark:
+            of_ends, of_stack = totals.marks
+            totals = totals._replace(marks=(of_ends.at[microbatch].max(mark(grads)), of_stack))
+        return totals._replace(ends=jax.tree.map(jnp.add, totals.ends, scatter(grads)))
+
+    def add_chunk(totals: Totals, grads: Any, now: dict[str, jax.Array]) -> Totals:
+        if mark:
+            of_ends, of_stack = totals.marks
+            new = jnp.where(now["B"], mark(grads), 0.0)
+            of_stack = of_stack.at[now["B.microbatch"]].max(new)
+            totals = totals._replace(marks=(of_ends, of_stack))
+        stack = _add_part(totals.stack, scatter(grads), now["B.chunk"], v)
+        return totals._replace(stack=stack)
+
+    def tick(
+        state: tuple[_Rows, Totals], now: dict[str, jax.Array], group: dict[str, np.ndarray]
+    ) -> tuple[_Rows, Totals]:
+        """One tick. now: this stage's orders; group: those of all stages in the ticks like it."""
+        rows, totals = state
+
+        def sometimes(name: str, run: Callable[[Any, Any], Any], value: Any) -> Any:
+            """`run(piece, value)` in the ticks that have this order, `value` in the others."""
+            there = group[name] >= 0
+            if not there.any():
+                return value
+
+            def with_piece(value: Any) -> Any:
+                return run(_row(pieces, now[name]), value)
+
+            if there.all():
+                return with_piece(value)
+            return lax.cond(now[name] >= 0, with_piece, lambda value: value, value)
+
+        def head(piece: Any, value: tuple[Any, Totals]) -> tuple[Any, Totals]:
+            waiting, totals = value
+            whole = all_reduce(jnp.where(stage == last, y, jnp.zeros_like(y)), AXIS, layout)
+
+            def share(ends: Any, y: jax.Array):
+                return stages.head(ends, y, piece)
+
+            if not trains:
+                return waiting, _add_sums(totals, head=share(ends, whole)[1])
+            one, vjp, sums = jax.vjp(share, ends, whole, has_aux=True)
+            grads, dy = vjp(jnp.ones_like(one))
+            dy = all_reduce(dy, AXIS, layout)
+            totals = add_ends(_add_sums(totals, head=sums), grads, now["head"])
+            return _put(waiting, dy, now["head.dy"]), totals
+
+        def embed_backward(piece: Any, totals: Totals) -> Totals:
+            first = jnp.where(now["B.first"], dx, jnp.zeros_like(dx))
+            (grads,) = jax.vjp(lambda ends: stages.embed(ends, piece), ends)[1](first)
+            return add_ends(totals, grads, now["embed_backward"])
+
+        y: Any = None
+        dx: Any = None
+        if group["F"].any():
+            x = _row(rows.x, now["F.x"])
+            first = sometimes(
+                "embed", lambda piece, _: stages.embed(ends, piece), jnp.zeros_like(x)
+            )
+            x = jnp.where(now["F.first"], first, x)
+            piece, chunk = _row(pieces, now["F.microbatch"]), _part(stack, now["F.chunk"], v)
+            y, sums, stash = forward(chunk, x, piece, now["F.depth"])
+            kept = jax.tree.map(lambda a: jnp.where(now["F"], a, 0), sums)
+            totals = _add_sums(totals, layers=kept)
+            if trains:
+                rows = rows._replace(stash=_put(rows.stash, stash, now["F.stash"]))
+            dy, totals = sometimes("head", head, (rows.dy, totals))
+            rows = rows._replace(dy=dy)
+        if group["B"].any():
+            dy, stash = _row(rows.dy, now["B.dy"]), _row(rows.stash, now["B.stash"])
+            chunk = _part(stack, now["B.chunk"], v)
+            grads, dx = backward(chunk, stash, dy, now["B"])
+            totals = add_chunk(totals, grads, now)
+            totals = sometimes("embed_backward", embed_backward, totals)
+        return _exchange(rows, y, dx, now, group, layout), totals
+
+    def first_state(ends: Any, stack: Any, pieces: Any) -> tuple[_Rows, Totals]:
+        """The state before the first tick, of which only shapes are wanted."""
+        piece, chunk = _row(pieces, 0), _part(stack, 0, v)
+        x = stages.embed(ends, piece)
+        y, sums, stash = forward(chunk, x, piece, 0)
+        sums, sizes = (sums, stages.head(ends, y, piece)[1]), schedule.buffers
+        if not trains:
+            return _Rows(_rows(x, sizes["x"])), Totals(sums)
+        rows = (_rows(a, sizes[name]) for name, a in (("x", x), ("dy", x), ("stash", stash)))
+        marks = mark and _rows((mark(ends), mark(chunk)), schedule.microbatches - 1)
+        return _Rows(*rows), Totals(sums, scatter(ends), scatter(stack), marks)
+
+    shapes = jax.eval_shape(first_state, ends, stack, pieces)
+    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    phases = [(bool(table["F"][t].any()), bool(table["B"][t].any())) for t in range(schedule.ticks)]
+    for phase, numbered in groupby(enumerate(phases), lambda item: item[1]):
+        ticks = [number for number, _ in numbered]
+        group = {name: order[ticks] for name, order in table.items()}
+        own = {
+            name: jnp.asarray(order) if order.ndim == 1 else jnp.take(jnp.asarray(order), stage, 1)
+            for name, order in group.items()
+        }
+        if any(phase):
+            run = partial(tick, group=group)
+            state, _ = lax.scan(lambda state, now, run=run: (run(state, now), None), state, own)
+    return state[1]
+
+
+def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
+    """The table by phase. [tick, stage]: whether there is an F or B, of which micro-batch, chunk
+    and depth, whether of the model's first chunk, the rows of what it reads and writes, and those
+    for what arrives at the end of the tick from each of WAYS. [tick]: the micro-batch that `embed`,
+    `head` and `embed_backward` run, -1 for none.
+    """
+    places, sizes = _places(schedule), schedule.buffers
+    shape = schedule.ticks, schedule.stages
+
+    def fill(value: bool | int) -> np.ndarray:
+        return np.full(shape, value, bool if isinstance(value, bool) else np.int32)
+
+    orders = {f"{kind}{what}": fill(False) for kind in "FB" for what in ("", ".first")}
+    orders |= {f"{kind}.{what}": fill(0) for kind in "FB" for what in ("microbatch", "chunk")}
+    orders |= {"F.depth": fill(0), "F.x": fill(sizes["x"]), "F.stash": fill(sizes["stash"])}
+    # an idle B reads row 0: before the first B of any stage, all have written to theirs
+    orders |= {"B.stash": fill(0), "B.dy": fill(0), "head.dy": fill(sizes["dy"])}
+    orders |= {_arrival(name, by): fill(sizes[name]) for name in ("x", "dy") for by in WAYS}
+    for name in ("embed", "head", "embed_backward"):
+        orders[name] = np.full(schedule.ticks, -1, np.int32)
+
+    for stage, tick, op in schedule.ops():
+        if op.kind == "W":  # in the slot of its B
+            continue
+        here, depth = (tick, stage), schedule.result(stage, op).depth
+        entries = {"": True, ".first": depth == 0, ".microbatch": op.microbatch, ".chunk": op.chunk}
+        for what, entry in entries.items():
+            orders[op.kind + what][here] = entry
+
+        def row(buffer: str, stage: int = stage, chunk: int = op.chunk, op: Op = op) -> int:
+            value = Value(buffer, stage, op.microbatch, chunk)
+            return schedule.rows.get(value, sizes[buffer])
+
+        orders[f"{op.kind}.stash"][here] = row("stash")
+        if op.kind == "F":
+            orders["F.depth"][here], orders["F.x"][here] = depth, row("x")
+            buffer, following, end, first = "x", depth + 1, "head", "embed"
+        else:
+            orders["B.dy"][here] = row("dy")
+            buffer, following, end, first = "dy", depth - 1, "embed_backward", ""
+        if first and depth == 0:
+            orders[first][tick] = op.microbatch
+        if 0 <= following < len(places):
+            to, chunk = places[following]
+            by = next(by for by in WAYS if (stage + by) % schedule.stages == to)
+            orders[_arrival(buffer, by)][tick, to] = row(buffer, to, chunk)
+        else:
+            orders[end][tick] = op.microbatch
+            if op.kind == "F":
+                orders["head.dy"][here] = row("dy")
+    return orders
+
+
+def _places(schedule: Schedule) -> list[tuple[int, int]]:
+    """(stage, chunk) of each depth."""
+    stages, chunks = range(schedule.stages), range(schedule.chunks)
+    return sorted(
+        product(stages, chunks),
+        key=lambda place: schedule.result(place[0], Op("F", 0, place[1])).depth,
+    )
+
+
+def _arrival(buffer: str, by: int) -> str:
+    return f"{buffer} sent {by:+}"
+
+
+def _exchange(rows: _Rows, y: Any, dx: Any, now: Any, group: Any, layout: Layout) -> _Rows:
+    """y goes to the chunk behind, dx to the one before, on whichever stage that is."""
+    for buffer, sent in (("x", y), ("dy", dx)):
+        for by in WAYS:
+            order = _arrival(buffer, by)
+            kept = getattr(rows, buffer)
+            if sent is not None and (group[order] < kept.shape[0] - 1).any():
+                arrived = shift(sent, AXIS, by, layout)
+                rows = rows._replace(**{buffer: _put(kept, arrived, now[order])})
+    return rows
+
+
+def _rows(tree: Any, rows: int) -> Any:
+    """[...] -> [rows + 1, ...]: the last is for what nobody waits for."""
+    return jax.tree.map(lambda a: jnp.zeros((rows + 1, *a.shape), a.dtype), tree)
+
+
+def _row(tree: Any, row: Any) -> Any:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), tree)
+
+
+def _put(tree: Any, values: Any, row: Any) -> Any:
+    return jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, row, 0), tree, values)
+
+
+def _part(tree: Any, part: Any, parts: int) -> Any:
+    """[parts·n, ...] -> [n, ...]"""
+    if parts == 1:
+        return tree
+
+    def one(a: jax.Array) -> jax.Array:
+        n = a.shape[0] // parts
+        return lax.dynamic_slice_in_dim(a, part * n, n)
+
+    return jax.tree.map(one, tree)
+
+
+def _add_part(tree: Any, values: Any, part: Any, parts: int) -> Any:
+    """[parts·n, ...] with [n, ...] added to one part."""
+    if parts == 1:
+        return jax.tree.map(jnp.add, tree, values)
+    added = jax.tree.map(jnp.add, _part(tree, part, parts), values)
+    return jax.tree.map(
+        lambda a, b: lax.dynamic_update_slice_in_dim(a, b, part * b.shape[0], 0), tree, added
+    )
+
+
+def _add_sums(totals: Totals, layers: Any = None, head: Any = None) -> Totals:
+    more = [
+        sums if new is None else jax.tree.map(jnp.add, sums, new)
+        for sums, new in zip(totals.sums, (layers, head), strict=True)
+    ]
+    return totals._replace(sums=tuple(more))

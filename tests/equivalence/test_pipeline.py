@@ -1,0 +1,184 @@
+"""A pipeline by any schedule trains as no pipeline does; its state goes into every other layout."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from meshwright.trainer.generate import generate
+from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
+from meshwright.trainer.sampling import Sampling
+from meshwright.trainer.state import init_params, lay_out, named_leaves, sharded_shapes
+from meshwright.trainer.step import make_eval_step, make_train_step, step_shapes
+from meshwright.trainer.verify import synthetic_batch
+from runs import (
+    SGD,
+    SMALL,
+    assert_same_gradients,
+    assert_same_metrics,
+    assert_same_params,
+    first_devices,
+    gradients,
+    make_config,
+    place,
+    train,
+)
+
+EIGHT = (*SMALL, "model.layers=8")
+SIX = (*SMALL, "model.layers=6")
+TIED = (*EIGHT, "model.tie_embeddings=true", "train.z_loss=0.01", "train.dropout=0.2")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (TIED, "mesh.pipe=2 mesh.fsdp=4 train.microbatches=4"),  # C27
+        (EIGHT, "mesh.pipe=8 train.microbatches=2"),  # C31, fewer micro-batches than stages
+        (EIGHT, "mesh.pipe=4 mesh.fsdp=2 train.microbatches=8 layout.zero=1"),
+        (TIED, "mesh.pipe=2 layout.schedule=interleaved layout.chunks=4 train.microbatches=4"),
+        (SIX, "mesh.pipe=4 train.microbatches=4 mesh.context=2 layout.context=zigzag"),
+        (SIX, "mesh.pipe=2 layout.schedule=interleaved mesh.tensor=2 train.microbatches=2"),
+        pytest.param(
+            TIED, "mesh.pipe=4 layout.schedule=gpipe train.microbatches=8", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            TIED, "mesh.pipe=8 layout.schedule=gpipe train.microbatches=1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            EIGHT,
+            "mesh.pipe=4 layout.schedule=interleaved train.microbatches=8 mesh.fsdp=2 "
+            "layout.zero=2 remat.policy=full",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_gradients_equal_those_without_a_pipeline(model, layout):
+    """Also layers that stages do not divide, the first and last of which are not all alike."""
+    metrics, grads = gradients(*model, *layout.split())
+    expected, expected_grads = gradients(*model)
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
+
+
+INTERLEAVED = (
+    *SIX,
+    "mesh.pipe=2",
+    "layout.schedule=interleaved",
+    "layout.chunks=2",
+    "train.microbatches=2",
+)
+"""Six layers in four chunks: two of them hold one layer and padding."""
+
+
+def test_updates_equal_those_without_a_pipeline():
+    """Layer by layer, padding included: momentum, decay, and a norm of which no part counts
+    twice."""
+    options = "optimizer.clip=0.5", "optimizer.weight_decay=0.1"
+    history, state = train(2, *INTERLEAVED, *SGD, *options)
+    expected, alone = train(2, *SIX, *SGD, *options)
+    for found, want in zip(history, expected, strict=True):
+        assert_same_metrics(found, want)
+    config = make_config(*INTERLEAVED, *SGD, *options)
+    target = model_order_shapes(config, lay_out(config, first_devices(config)))
+    assert_same_params(in_model_order(state, target, config), alone)
+
+
+def test_a_state_goes_into_the_model_s_order_and_back():
+    config = make_config(*INTERLEAVED, "optimizer.name=muon", "optimizer.ema=0.9")
+    alone = make_config(*SIX)
+    layout = lay_out(config, first_devices(config))
+    params = init_params(config, layout)
+    whole = model_order_shapes(config, layout).params
+    held = sharded_shapes(config, layout).params
+    ordered = in_model_order(params, whole, config)
+    first = named_leaves(init_params(alone, lay_out(alone, first_devices(alone))))
+    for name, leaf in named_leaves(ordered).items():
+        np.testing.assert_array_equal(leaf, first[name], err_msg=name)
+    back = named_leaves(in_stage_order(ordered, held, config))
+    for name, leaf in named_leaves(params).items():
+        assert back[name].sharding == leaf.sharding
+        np.testing.assert_array_equal(back[name], leaf, err_msg=name)
+    numbers = config.stacked_layers()
+    assert numbers == [0, 6, 3, 6, 1, 2, 4, 5]
+    up = np.asarray(named_leaves(params)["blocks.mlp.up"])
+    assert [bool(layer.any()) for layer in up] == [number < 6 for number in numbers]
+
+
+@functools.cache
+def evaluated(*overrides: str):
+    config = make_config(*overrides)
+    layout = lay_out(config, first_devices(config))
+    params = init_params(config, layout)
+    batch = place(synthetic_batch(make_config(*overrides)), make_config(*SIX), layout)
+    nll, targets = make_eval_step(config, layout)(params, batch)
+    texts = generate(
+        params,
+        config,
+        layout,
+        [[1, 2, 3], [4, 5]],
+        Sampling(tokens=5, temperature=0.0),
+        vocab_size=257,
+        end_of_text=256,
+    )
+    return float(nll), float(targets), texts
+
+
+def test_evaluation_and_generation_equal_those_without_a_pipeline():
+    nll, targets, texts = evaluated(*INTERLEAVED, "mesh.fsdp=2")
+    expected, all_targets, same = evaluated(*SIX)
+    np.testing.assert_allclose(nll, expected, rtol=1e-5)
+    assert (targets, texts) == (all_targets, same)
+
+
+def temporary_bytes(schedule: str, microbatches: int) -> int:
+    """Rows of a micro-batch are as many whatever their number: a step takes more of them."""
+    config = make_config(
+        *EIGHT,
+        "mesh.pipe=4",
+        f"layout.schedule={schedule}",
+        f"train.microbatches={microbatches}",
+        f"train.batch_size={2 * microbatches}",
+    )
+    layout = lay_out(config, jax.devices()[:4])
+    step = make_train_step(config, layout).lower(*step_shapes(config, layout))
+    return step.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_activations_of_1f1b_do_not_grow_with_micro_batches_and_those_of_gpipe_do():
+    flat = [temporary_bytes("1f1b", m) for m in (8, 32)]
+    growing = [temporary_bytes("gpipe", m) for m in (8, 32)]
+    assert flat[1] < 1.05 * flat[0]
+    assert growing[1] > 2 * growing[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.layers=8", "mesh.pipe=2", "train.microbatches=3"),
+            "train.batch_size=16 is not a multiple of train.microbatches=3",
+        ),
+        (
+            ("mesh.pipe=4",),
+            "model.layers=2 on mesh.pipe=4, 4 pieces in all, leaves some without any; write at "
+            "least 4",
+        ),
+        (("mesh.pipe=-1",), "mesh.pipe=-1: .*; write the number of stages"),
+        (
+            ("mesh.pipe=2", "layout.schedule=interleaved", "model.layers=4"),
+            "layout.schedule=interleaved on mesh.pipe=2 with train.microbatches=1: .*: write "
+            "microbatches=2",
+        ),
+        (("layout.chunks=2",), "layout.chunks=2 is not read by layout.schedule=1f1b"),
+        (
+            ("model.layers=6", "mesh.pipe=2", "remat.policy=full", "remat.every=2"),
+            "model.layers=6 on mesh.pipe=2, 2 pieces in all, is not a multiple of remat.every=2",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_both_numbers(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(*SMALL, *overrides)

@@ -1,0 +1,104 @@
+"""The model's three functions as what a pipeline's schedule drives: over `pipe` a device holds some
+of the layers, and rows of the vocabulary. Shapes: G micro-batches, B sequences, S tokens, L layers
+of the model, n of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..models.batch import Batch
+from ..models.dropout import Dropout
+from ..models.transformer import Block, Transformer, blocks, embed, head_share, join, split
+from ..models.vocab import Loss
+from ..sharding.gradients import scatter_gradients
+from ..sharding.layout import Layout, specs
+from ..sharding.pipeline.executor import Stages, run_schedule
+from ..sharding.pipeline.schedules import Schedule, forward_schedule
+from .config import Config
+from .precision import DTYPES
+
+Pieces = tuple[Batch, jax.Array | None]
+"""Batches and, where something is dropped, the words of their rows' keys, [G, ...] or of one."""
+
+
+def pipeline_gradients(
+    params: Transformer,
+    pieces: Pieces,
+    config: Config,
+    layout: Layout,
+    loss: Loss,
+    mark: Callable[[Any], jax.Array] | None,
+):
+    """Local: gradients and sums to log, added up over micro-batches [G, ...] that pass the stages
+    by the config's schedule; what `mark` [leaf] makes of each one's gradients, [G, leaf].
+    """
+    schedule = config.pipeline()
+    assert schedule is not None
+
+    def scatter(grads: Any) -> Any:
+        before, after = layout.param_spec, layout.accumulator_spec
+        return scatter_gradients(grads, specs(grads, before), specs(grads, after), layout)
+
+    ends, stack = split(params)
+    stages = _stages(schedule, config, layout, loss)
+    totals = run_schedule(schedule, stages, ends, stack, pieces, layout, scatter, mark)
+    marks = None
+    if mark:
+        by_leaf = (
+            jax.tree.unflatten(jax.tree.structure(tree), marks.T)
+            for tree, marks in zip((ends, stack), totals.marks, strict=True)
+        )
+        marks = jnp.stack(jax.tree.leaves(join(*by_leaf)), axis=1)
+    return join(totals.ends, totals.stack), _sums(totals), marks
+
+
+def pipeline_sums(
+    params: Transformer, batch: Batch, config: Config, layout: Layout, loss: Loss
+) -> dict[str, jax.Array]:
+    """Local: the sums to log of a batch [1, B, S], forward alone, in train.microbatches pieces or
+    as many as divide both them and the rows.
+    """
+    training = config.pipeline()
+    assert training is not None
+    rows = batch.tokens.shape[1]
+    count = math.gcd(rows, config.train.microbatches)
+    pieces = jax.tree.map(lambda a: a.reshape(count, rows // count, a.shape[2]), batch)
+    schedule = forward_schedule(training.stages, count, training.chunks, training.placement)
+    stages = _stages(schedule, config, layout, loss)
+    return _sums(run_schedule(schedule, stages, *split(params), (pieces, None), layout))
+
+
+def _stages(schedule: Schedule, config: Config, layout: Layout, loss: Loss) -> Stages:
+    depths = schedule.stages * schedule.chunks
+    layers, model = config.model.layers, config.model
+
+    def dropout(piece: Pieces) -> Dropout | None:
+        return None if piece[1] is None else Dropout(config.train.dropout, piece[1])
+
+    def embed_piece(ends: Transformer, piece: Pieces) -> jax.Array:
+        return embed(ends, piece[0], layout, DTYPES[config.precision.compute], dropout(piece))
+
+    def run_layers(chunk: Block, x: jax.Array, piece: Pieces, depth: Any) -> Any:
+        first, end = layers * depth // depths, layers * (depth + 1) // depths
+        number = first + jnp.arange(-(-layers // depths))
+        numbers = jnp.where(number < end, number, layers)  # as in `stacked_layers`
+        x, share, sums = blocks(
+            chunk, x, piece[0], layout, model, config.remat, dropout(piece), numbers
+        )
+        return (x, jnp.asarray(share, jnp.float32)), sums
+
+    def head(ends: Transformer, y: jax.Array, piece: Pieces) -> Any:
+        return head_share(ends, y, piece[0], layout, model, loss)
+
+    return Stages(embed_piece, run_layers, head)
+
+
+def _sums(totals: Any) -> dict[str, jax.Array]:
+    of_layers, of_head = totals.sums
+    return of_layers | of_head

@@ -4,6 +4,7 @@ pass finds saved. No JAX here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Literal, get_args
 
@@ -12,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from ..sharding.config import STRICT
 from ..sharding.rules import Dim
+from .expert_config import ExpertConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -67,7 +69,7 @@ class RopeScalingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelConfig:
+class TransformerConfig:
     vocab_size: Annotated[
         int, Field(gt=0, description="tokens the tokenizer knows, end-of-text included")
     ] = 257
@@ -132,6 +134,9 @@ class ModelConfig:
         Field(gt=0, description="standard deviation of matrices at init; null: 1/sqrt(fan in)"),
     ] = None
 
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig(ExpertConfig, TransformerConfig):
     def __post_init__(self) -> None:
         if self.heads % self.num_kv_heads:
             raise ValueError(
@@ -144,6 +149,17 @@ class ModelConfig:
             )
         if self.size_per_head % 2:
             raise ValueError(f"model.head_dim={self.size_per_head} is odd; RoPE turns pairs")
+        self.check_experts()
+        if self.experts is not None and self.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} leaves none of model.layers={self.layers} "
+                f"to model.experts={self.experts}; write model.experts=null"
+            )
+        if self.experts is not None and self.bias == "all":
+            raise ValueError(
+                f"model.bias=all: the model.experts={self.experts} experts have no biases; "
+                f"write model.bias=qkv"
+            )
 
     @property
     def num_kv_heads(self) -> int:
@@ -152,6 +168,17 @@ class ModelConfig:
     @property
     def size_per_head(self) -> int:
         return self.head_dim or self.d_model // self.heads
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_d_ff or self.d_ff
+
+    @property
+    def stacked(self) -> range:
+        """Numbers of the layers that are alike, which the model stacks: all but the dense ones
+        before experts.
+        """
+        return range(self.dense_layers, self.layers)
 
     @property
     def padded_vocab(self) -> int:
@@ -165,8 +192,19 @@ class ModelConfig:
             Dim("embed", self.d_model, "model.d_model"),
             Dim("heads", self.heads, "model.heads"),
             Dim("kv_heads", self.num_kv_heads, "model.kv_heads"),
-            Dim("mlp", self.d_ff, "model.d_ff"),
+            *self._hidden(),
         ]
+
+    def _hidden(self) -> Iterator[Dim]:
+        if self.experts is None or self.dense_layers:
+            yield Dim("mlp", self.d_ff, "model.d_ff")
+        if self.experts is not None:
+            yield Dim("expert", self.experts, "model.experts")
+            yield Dim("expert_embed", self.d_model, "model.d_model")
+            yield Dim("expert_mlp", self.expert_width, "hidden width of an expert")
+            if self.shared_experts:
+                shared = self.shared_experts * self.expert_width
+                yield Dim("mlp", shared, "hidden width of the shared experts")
 
 
 Saved = Literal[
@@ -184,6 +222,10 @@ Saved = Literal[
 
 CORE = ("attention.context", "attention.logsumexp")
 """Those that only the attention kernel computes."""
+
+ROUTE = "moe.route"
+"""Each token's experts, integers, which every policy saves: a recomputation that rounds otherwise
+would choose others."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -9,6 +9,7 @@ kv heads of this device, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from ..sharding.linear import lookup
 from .attention import causal_mask
 from .attention_kernel import Tokens, attend_to
 from .config import ModelConfig
+from .moe import Routing
 from .rope import rotations
 from .transformer import Block, Transformer, block, head
 from .vocab import last_logits
@@ -47,19 +49,24 @@ def extend(
     positions: jax.Array,
     layout: Layout,
     config: ModelConfig,
+    router_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Feed tokens [B, S] at positions [B, S], below 0: padding at a row's end, which leaves no
     trace. Returns logits [B, V] of the token after each row's last one, in f32, and the new cache.
 
     Scores [B, H, S, T] exist whole, so a long prompt comes in several pieces. Rows that are padding
-    alone give logits without a meaning.
+    alone give logits without a meaning. router_bias [L, E]: of State. No expert's capacity is
+    limited: pieces are shorter than routing groups.
     """
     assert not layout.sequence_parallel
+    config = replace(config, capacity=None, routing_group=None, overflow="position")
+    dense = config.dense_layers
     slots = cache.k.shape[3]
     real = positions >= 0
     row = jnp.arange(tokens.shape[0])[:, None]
     slot = jnp.where(real, positions, slots)  # past the end: written nowhere
-    tokens_at = Tokens(positions, jnp.where(real, 0, -1))
+    segments = jnp.where(real, 0, -1)
+    tokens_at = Tokens(positions, segments)
     slots_at = Tokens(jnp.arange(slots)[None], jnp.zeros((1, slots), jnp.int32))
     rotation = rotations(positions, config)
     mask = causal_mask(config)
@@ -78,12 +85,19 @@ def extend(
             o = attend_to(q, kept.k[number], kept.v[number], tokens_at, slots_at, mask, sink)
             return o, kept
 
-        return block(p, x, kernel, rotation, layout, config), None
+        routing = None if router_bias is None else Routing(router_bias[number - dense])
+        x, _, kept = block(
+            p, x, segments, kernel, rotation, layout, config, number=number, routing=routing
+        )
+        return (x, kept), None
 
     with jax.named_scope("embed"):
         x = lookup(tokens, params.embed, layout, cache.k.dtype)
     # the cache is carried, not scanned over: its layers are then written in place
-    (x, cache), _ = lax.scan(layer, (x, cache), (jnp.arange(config.layers), params.blocks))
+    numbers, state = jnp.arange(config.layers), (x, cache)
+    if params.dense_blocks is not None:
+        state, _ = lax.scan(layer, state, (numbers[:dense], params.dense_blocks))
+    (x, cache), _ = lax.scan(layer, state, (numbers[dense:], params.blocks))
     with jax.named_scope("unembed"):
         last = jnp.maximum(jnp.sum(real, axis=1) - 1, 0)
         x, table = head(params, x[row[:, 0], last], config)

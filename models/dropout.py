@@ -22,8 +22,10 @@ from ..sharding.collectives import axis_index
 from ..sharding.context import token_at
 from ..sharding.layout import Layout
 
-EMBEDDING, ATTENTION, MLP = range(3)
-"""Sites: the embedding's output, and that of each sublayer before it joins the residual stream."""
+EMBEDDING, ATTENTION, MLP, ROUTER = range(4)
+"""Sites: the embedding's output, that of each sublayer before it joins the residual stream, and the
+router's second choice.
+"""
 
 
 GENERATOR = "threefry2x32"
@@ -54,22 +56,31 @@ def drop(
     if dropout is None:
         return x
 
+    return _drop(x, _words(dropout.rows, layer, site), dropout.rate, layout)
+
+
+def chances(
+    rows: jax.Array, tokens: int, layer: jax.Array | int, site: int, layout: Layout
+) -> jax.Array:
+    """Numbers in [0, 1), [B, S_{context,tensor}], one for each of this device's S tokens."""
+    bits = _bits(_words(rows, layer, site), tokens, 1, layout)[..., 0]
+    return (bits >> 8).astype(jnp.float32) / 2**24
+
+
+def _words(rows: jax.Array, layer: jax.Array | int, site: int) -> jax.Array:
+    """uint32 [B, 2] of each row's key."""
+
     def words(row: jax.Array) -> jax.Array:
         row = jax.random.wrap_key_data(row, impl=GENERATOR)
         return jax.random.bits(jax.random.fold_in(jax.random.fold_in(row, layer), site), (2,))
 
-    return _drop(x, jax.vmap(words)(dropout.rows), dropout.rate, layout)
+    return jax.vmap(words)(rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _drop(x: jax.Array, words: jax.Array, rate: float, layout: Layout) -> jax.Array:
     """Linear in x, and its own transpose. words: uint32 [B, 2]."""
-    tokens, channels = x.shape[1:]
-    token = _tokens_of_row(tokens, layout)
-    element = token[:, None] * np.uint32(channels) + jnp.arange(channels, dtype=jnp.uint32)[None]
-    key = words[:, :, None, None]
-    bits = _mix(_mix(element[None] ^ key[:, 0]) ^ key[:, 1])
-    kept = bits >= np.uint32(rate * 2**32)
+    kept = _bits(words, x.shape[1], x.shape[2], layout) >= np.uint32(rate * 2**32)
     return jnp.where(kept, x.astype(jnp.float32) / (1.0 - rate), 0.0).astype(x.dtype)
 
 
@@ -82,6 +93,14 @@ def _drop_backward(rate, layout, words, dy):
 
 
 _drop.defvjp(_drop_forward, _drop_backward)
+
+
+def _bits(words: jax.Array, tokens: int, channels: int, layout: Layout) -> jax.Array:
+    """uint32 [B, S, D] by the rows' words."""
+    token = _tokens_of_row(tokens, layout)
+    element = token[:, None] * np.uint32(channels) + jnp.arange(channels, dtype=jnp.uint32)[None]
+    key = words[:, :, None, None]
+    return _mix(_mix(element[None] ^ key[:, 0]) ^ key[:, 1])
 
 
 def _tokens_of_row(tokens: int, layout: Layout) -> jax.Array:

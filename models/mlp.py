@@ -14,12 +14,12 @@ from .config import ModelConfig
 class Mlp(nnx.Module):
     """gate, up [D, F], down [F, D] and their biases."""
 
-    def __init__(self, config: ModelConfig, key: jax.Array):
-        d, f = config.d_model, config.d_ff
-        self.gate = init.matrix(key, config, "mlp.gate", ("embed", "mlp"), (d, f), fan_in=d)
-        self.up = init.matrix(key, config, "mlp.up", ("embed", "mlp"), (d, f), fan_in=d)
+    def __init__(self, config: ModelConfig, key: jax.Array, width: int, name: str = "mlp"):
+        d, f = config.d_model, width
+        self.gate = init.matrix(key, config, f"{name}.gate", ("embed", "mlp"), (d, f), fan_in=d)
+        self.up = init.matrix(key, config, f"{name}.up", ("embed", "mlp"), (d, f), fan_in=d)
         self.down = init.matrix(
-            key, config, "mlp.down", ("mlp", "embed"), (f, d), fan_in=f, residual=True
+            key, config, f"{name}.down", ("mlp", "embed"), (f, d), fan_in=f, residual=True
         )
         biased = config.bias == "all"
         self.gate_bias = init.bias(("mlp",), (f,)) if biased else None

@@ -15,13 +15,12 @@ from typing import Any
 import jax
 from jax import lax
 
-from .config import RematConfig
+from .config import ROUTE, RematConfig
 
 
-def scan_layers(
-    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any, remat: RematConfig
-) -> jax.Array:
-    """x through `layer(x, p)` for each p of `layers` [L, ...], under the policy.
+def scan_layers(layer: Callable[[Any, Any], Any], x: Any, layers: Any, remat: RematConfig) -> Any:
+    """x, an array or a tree of them, through `layer(x, p)` for each p of `layers` [L, ...], under
+    the policy.
 
     Where only each k-th layer is recomputed, layers are scanned in groups of k, the first k-1 of a
     group in a scan of their own: the program holds two layers, whatever L and k.
@@ -30,10 +29,10 @@ def scan_layers(
         return scan(recompute(layer, remat), x, layers)
     groups = jax.tree.map(lambda a: a.reshape(-1, remat.every, *a.shape[1:]), layers)
 
-    def first(x: jax.Array, group: Any) -> jax.Array:
+    def first(x: Any, group: Any) -> Any:
         return scan(layer, x, jax.tree.map(lambda a: a[:-1], group))
 
-    def last(x: jax.Array, group: Any) -> jax.Array:
+    def last(x: Any, group: Any) -> Any:
         return layer(x, jax.tree.map(lambda a: a[-1], group))
 
     # saved pieces of the stacked parameters would be a second copy of them
@@ -42,7 +41,7 @@ def scan_layers(
     return scan(lambda x, group: last(first(x, group), group), x, groups)
 
 
-def scan(layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any) -> jax.Array:
+def scan(layer: Callable[[Any, Any], Any], x: Any, layers: Any) -> Any:
     return lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
 
 
@@ -50,20 +49,20 @@ def _all_but_slices(primitive: Any, *_, **__) -> bool:
     return primitive.name != "slice"
 
 
-def recompute(layer: Callable[..., jax.Array], remat: RematConfig) -> Callable[..., jax.Array]:
+def recompute(layer: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]:
     """`layer`, which saves for its backward pass its arguments and what the policy names."""
     if remat.saved is None:
         return layer
     policies = jax.checkpoint_policies
     if remat.policy == "offload":
         policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[ROUTE],
             names_which_can_be_offloaded=list(remat.saved),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = policies.save_only_these_names(*remat.saved)
+        policy = policies.save_only_these_names(ROUTE, *remat.saved)
     # inside a scan nothing can be merged across the recomputation, so no barrier is needed to
     # prevent it
     return jax.checkpoint(layer, prevent_cse=False, policy=policy)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from .batch import Batch
 from .config import ModelConfig, RematConfig
 from .dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop
 from .mlp import Mlp, swiglu
+from .moe import Moe, Routing, Tally, add_layer, empty_tally, log_tally, moe
 from .norms import rms_norm
 from .remat import scan_layers
 from .rope import rotations
@@ -34,25 +36,31 @@ from .vocab import Loss, cross_entropy_share
 
 
 class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, key: jax.Array):
+    def __init__(self, config: ModelConfig, key: jax.Array, dense: bool):
         self.norm1 = init.scale(config.d_model, "channel")
         self.attention = Attention(config, key)
         self.norm2 = init.scale(config.d_model, "channel")
-        self.mlp = Mlp(config, key)
+        self.mlp = Mlp(config, key, config.d_ff) if dense else Moe(config, key)
 
 
 class Transformer(nnx.Module):
-    """Parameters alone; `unembed` is None where the embedding table is tied. numbers: of the layers
-    in the order in which `blocks` stacks them, default 0, 1, …; one beyond the model's layers is
-    padding, all zeros.
+    """Parameters alone; `unembed` is None where the embedding table is tied, `dense_blocks`, before
+    the others, where all are alike. numbers: of the layers in the order in which `blocks` stacks
+    them, default the model's; one beyond them is padding, all zeros.
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array, numbers: Sequence[int] | None = None):
-        held = jnp.asarray(range(config.layers) if numbers is None else numbers)
-        layers = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(held)
+        held = jnp.asarray(config.stacked if numbers is None else numbers)
+        first, dense = jnp.arange(config.dense_layers), config.experts is None
+
+        def stack(numbers: jax.Array, dense: bool) -> Block:
+            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(numbers)
+            return jax.vmap(lambda key: Block(config, key, dense))(keys)
+
         self.embed = init.embedding(key, config, "embed")
-        stack = jax.vmap(lambda key: Block(config, key))(layers)
-        self.blocks = jax.tree.map(partial(_real_layers, held < config.layers), stack)
+        self.dense_blocks = stack(first, dense=True) if len(first) else None
+        real = partial(_real_layers, held < config.layers)
+        self.blocks = jax.tree.map(real, stack(held, dense))
         self.norm = init.scale(config.d_model, "channel")
         self.unembed = None if config.tie_embeddings else init.embedding(key, config, "unembed")
 
@@ -85,8 +93,13 @@ def embed(
         return drop(x, dropout, 0, EMBEDDING, layout)
 
 
+def stacks(params: Transformer) -> list[Block]:
+    """All blocks, in the order of the model: those that are alike are stacked."""
+    return [stack for stack in (params.dense_blocks, params.blocks) if stack is not None]
+
+
 def blocks(
-    stack: Block,
+    stacks: Sequence[Block],
     x: jax.Array,
     batch: Batch,
     layout: Layout,
@@ -94,11 +107,13 @@ def blocks(
     remat: RematConfig,
     dropout: Dropout | None = None,
     numbers: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | float, dict[str, jax.Array]]:
-    """The layers of `stack`, scanned: x after them, their own share of the loss and of sums to log.
+    routing: Routing | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The layers of each of `stacks`, scanned: x after them, this device's further share of the
+    loss, and of the sums to log; a dense model has no such share.
 
     numbers [L]: which layers of the model they are, default 0, 1, …; padding (a number beyond the
-    model's layers) leaves x as it is.
+    model's layers) leaves x as it is. routing: of the layers with experts.
     """
     rotation = rotations(batch.positions, config)
     at = context.gather_tokens(Tokens(batch.positions, batch.segments), layout)
@@ -110,39 +125,63 @@ def blocks(
     ) -> tuple[jax.Array, None]:
         return context.attend(q, k, v, at, blockwise, layout, sink), None
 
-    def layer(x: jax.Array, numbered: tuple[Any, Block]) -> jax.Array:
-        number, p = numbered
+    def layer(
+        state: tuple[jax.Array, Tally | None], numbered: tuple[jax.Array, Block]
+    ) -> tuple[jax.Array, Tally | None]:
+        (x, tally), (number, p) = state, numbered
         x = checkpoint_name(x, "block.input")
-        after = block(p, x, kernel, rotation, layout, config, dropout, number)[0]
-        return after if numbers is None else jnp.where(number < config.layers, after, x)
+        place = number - config.dense_layers
+        own = None if routing is None else routing.of_layer(place)
+        after, one, _ = block(
+            p, x, batch.segments, kernel, rotation, layout, config, dropout, number, own
+        )
+        if numbers is not None:
+            real = number < config.layers
+            after = jnp.where(real, after, x)
+            one = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros_like(a)), one)
+        return after, tally if tally is None or one is None else add_layer(tally, one, place)
 
-    count = len(jax.tree.leaves(stack)[0])
-    numbered = jnp.arange(count) if numbers is None else numbers
-    x = scan_layers(layer, x, (numbered, stack), remat)
-    return x, 0.0, {}
+    tally = None if config.experts is None else empty_tally(len(config.stacked), config)
+    counts = [len(jax.tree.leaves(stack)[0]) for stack in stacks]
+    held = jnp.arange(sum(counts)) if numbers is None else numbers
+    for stack, ends in zip(stacks, accumulate(counts), strict=True):
+        count = len(jax.tree.leaves(stack)[0])
+        x, tally = scan_layers(layer, (x, tally), (held[ends - count : ends], stack), remat)
+    if tally is None:
+        return x, jnp.zeros(()), {}
+    return x, tally.balance + tally.partition, log_tally(tally, config)
 
 
 def block(
     p: Block,
     x: jax.Array,
+    segments: jax.Array,
     kernel: Kernel,
     rotation: tuple[jax.Array, jax.Array],
     layout: Layout,
     config: ModelConfig,
     dropout: Dropout | None = None,
     number: jax.Array | int = 0,
-) -> tuple[jax.Array, Any]:
-    """One layer, training's and decoding's: x after it, and what the attention kernel keeps.
-    number: of the layer, to drop by.
+    routing: Routing | None = None,
+) -> tuple[jax.Array, Tally | None, Any]:
+    """One layer, training's and decoding's: x after it, the tally of its experts, None of a dense
+    one, and what the attention kernel keeps. segments [B, S_context]: below 0 for padding. number:
+    of the layer, to drop by. routing: this layer's.
     """
     with jax.named_scope("attention"):
         a = rms_norm(x, p.norm1[...], config.norm_eps)
         a, kept = attend(p.attention, a, kernel, rotation, layout, config)
         x = x + drop(a, dropout, number, ATTENTION, layout)
+    if isinstance(p.mlp, Moe):
+        with jax.named_scope("moe"):
+            h = rms_norm(x, p.norm2[...], config.norm_eps)
+            h, tally = moe(p.mlp, h, segments, routing or Routing(), number, layout, config)
+            x = x + drop(h, dropout, number, MLP, layout)
+        return x, tally, kept
     with jax.named_scope("mlp"):
         h = swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
         x = x + drop(h, dropout, number, MLP, layout)
-    return x, kept
+    return x, None, kept
 
 
 def head_share(

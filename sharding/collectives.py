@@ -86,6 +86,15 @@ def all_to_all(tree, axis: str, group: int, split: int, join: int, layout: Layou
     return jax.tree.map(exchange, tree) if group > 1 else tree
 
 
+def all_to_all_rows(tree, axes: Sequence[str], layout: Layout):
+    """Every leaf A[N·C, ..], C rows for each of the N devices along the axes, first axis major ->
+    the C rows from each, in the same order. Sends (N-1)/N of the bytes of A.
+    """
+    wide = _wide(axes, layout)
+    exchange = partial(lax.all_to_all, axis_name=wide, split_axis=0, concat_axis=0, tiled=True)
+    return jax.tree.map(exchange, tree) if wide else tree
+
+
 def axis_index(axis: str, layout: Layout) -> jax.Array | int:
     """This device's place along `axis`."""
     return lax.axis_index(axis) if layout.size(axis) > 1 else 0

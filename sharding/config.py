@@ -13,8 +13,13 @@ from pydantic.dataclasses import dataclass
 MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
 """Every mesh has these axes, slowest link first."""
 
-NOT_BUILT_AXES = ("replica", "expert")
+NOT_BUILT_AXES = ("replica",)
 """Axes that exist in every mesh but whose systems are not written yet: sizes above 1 are refused.
+"""
+
+EXPERT_AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes over which experts may be shared out: those whose devices run the same layers of one
+model.
 """
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -36,7 +41,13 @@ class MeshConfig:
     fsdp: Annotated[
         int, Field(description="devices that see different rows and share the state by layout.zero")
     ] = 1
-    expert: Annotated[int, NOT_YET] = 1
+    expert: Annotated[
+        int,
+        Field(
+            description="devices that see different rows and hold the same, but for experts, which "
+            "they share"
+        ),
+    ] = 1
     context: Annotated[
         int, Field(description="devices that share each sequence, also in attention")
     ] = 1
@@ -144,12 +155,24 @@ class LayoutConfig:
             description="of layout.schedule=interleaved: pieces of the layers on a stage; null: 2",
         ),
     ] = None
+    experts: Annotated[
+        list[str],
+        Field(
+            description="mesh axes over which experts are shared out: [expert], or, folded, others "
+            "of data, fsdp, context and tensor as well or instead"
+        ),
+    ] = field(default_factory=lambda: ["expert"])
     rules: Annotated[
         dict[str, list[str]],
         Field(description="logical axis -> mesh axes, replacing a row of sharding/rules.py"),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        written = f"layout.experts=[{', '.join(self.experts)}]"
+        if foreign := [axis for axis in self.experts if axis not in EXPERT_AXES]:
+            raise ValueError(f"{written}: {foreign[0]} is not one of {', '.join(EXPERT_AXES)}")
+        if len(set(self.experts)) != len(self.experts):
+            raise ValueError(f"{written} names a mesh axis twice")
         if self.overlap and not self.sequence_parallel:
             raise ValueError(
                 "layout.overlap=true needs layout.sequence_parallel=true, without which nothing is "

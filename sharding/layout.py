@@ -54,7 +54,13 @@ class Layout:
 
     def gathered(self, name: str) -> tuple[str, ...]:
         """Mesh axes over which a parameter's dim `name` is gathered before use: those of ZeRO-3."""
-        return tuple(axis for axis in self.axes(name) if axis in ZERO_AXES and self.zero == 3)
+        return self.zero_axes(name) if self.zero == 3 else ()
+
+    def zero_axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes over which ZeRO cuts a parameter's dim `name`; experts are shared out, whatever
+        its stage.
+        """
+        return tuple(axis for axis in self.axes(name) if axis in ZERO_AXES and name != "expert")
 
     def param_spec(self, axes: Sequence[str], stack: int = 0) -> P:
         """Spec of a parameter whose last dims are `axes`, after `stack` dims of layers."""
@@ -70,7 +76,9 @@ class Layout:
 
     def _spec(self, axes: Sequence[str], stack: int, cut_by_zero: bool) -> P:
         entries = [
-            tuple(axis for axis in self.axes(name) if cut_by_zero or axis not in ZERO_AXES)
+            tuple(
+                axis for axis in self.axes(name) if cut_by_zero or axis not in self.zero_axes(name)
+            )
             for name in [*["layers"] * stack, *axes]
         ]
         used = [axis for entry in entries for axis in entry]

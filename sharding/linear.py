@@ -131,7 +131,7 @@ def _linear_backward(plan, residuals, dys):
         gather = partial(gather_weight, axes=axes, dtype=jnp.float32, layout=layout)
         select = partial(own_heads, axes=axes, layout=layout)
         (dweight,) = jax.linear_transpose(select, jax.eval_shape(gather, shard))(dweight)
-        dshards.append(_scatter_gradient(dweight, axes, shard.dtype, layout))
+        dshards.append(scatter_gradient(dweight, axes, shard.dtype, layout))
     return dx, tuple(dshards)
 
 
@@ -178,7 +178,7 @@ def _lookup_backward(dtype, plan, residuals, dx):
     drows = _gather(all_reduce(dx, _stages(plan.layout), plan.layout), plan)
     row = local_rows(ids, table.shape[0], plan.layout)
     dtable = jnp.zeros(table.shape, jnp.float32).at[row].add(drows.astype(jnp.float32), mode="drop")
-    return None, _scatter_gradient(dtable, plan.axes[0], shard.dtype, plan.layout)
+    return None, scatter_gradient(dtable, plan.axes[0], shard.dtype, plan.layout)
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -257,7 +257,7 @@ def _sweep(x, shard, rows, plan, consume, chunk, gradients: bool):
     if dtable is None:
         return share, sums, None
     dx = _scatter(dx.reshape(-1, dx.shape[-1])[:tokens].reshape(whole.shape), plan)
-    return share, sums, (dx, _scatter_gradient(dtable, axes, shard.dtype, layout))
+    return share, sums, (dx, scatter_gradient(dtable, axes, shard.dtype, layout))
 
 
 def row_products(x: jax.Array, table: nnx.Param, layout: Layout) -> jax.Array:
@@ -278,7 +278,7 @@ def gather_weight(shard: jax.Array, axes: Sequence[str], dtype: Any, layout: Lay
     return weight
 
 
-def _scatter_gradient(
+def scatter_gradient(
     dweight: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout
 ) -> jax.Array:
     """dW[D, N_tensor]{partial over fsdp} in f32 -> dW[D_fsdp, N_tensor] in the shard's dtype."""

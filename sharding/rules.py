@@ -27,6 +27,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "expert": ("expert",),  # layout.experts
+    "expert_embed": ("fsdp",),  # embed, without the axes of expert
+    "expert_mlp": ("tensor",),  # mlp, without the axes of expert
+    "routes": (),  # the experts as the router's outputs
     "channel": (),  # d_model as a vector (norm scales, output biases): too small to cut
     # dims of activations
     "batch": ZERO_AXES,
@@ -97,6 +101,10 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
     rules = RULES | {name: _override(name, axes) for name, axes in layout.rules.items()}
     if not layout.sequence_parallel:
         rules["seq"] = ("context",)
+    rules["expert"] = tuple(layout.experts)
+    for name in ("embed", "mlp"):
+        rest = tuple(axis for axis in rules[name] if axis not in layout.experts)
+        rules[f"expert_{name}"] = rest
     ulysses, chunks = _context(layout, sizes)
     notes, kv_copies = [], 0
     for dim in dims:
@@ -113,7 +121,7 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
                 f"{dim.key}={dim.size} on {over}: kv weights are replicated over tensor, "
                 f"kv heads repeated to {kv_copies}"
             )
-        elif dim.axis == "embed":
+        elif dim.axis in ("embed", "expert_embed"):
             rules[dim.axis] = ()
             notes.append(f"{dim.key}={dim.size} is not a multiple of {over}: replicated instead")
         else:

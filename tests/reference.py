@@ -9,28 +9,44 @@ import jax.numpy as jnp
 
 
 def loss(params, batch, config):
-    """Mean objective over the valid targets of batch [G, B, S], and the mean nll."""
+    """Mean objective over the valid targets of batch [G, B, S], and the mean nll; routers' losses
+    are means over all tokens but padding."""
     model, train = config.model, config.train
     rows = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), batch)
-    z = logits(params, rows, model)
+    z, within = forward(params, rows, model, train.microbatches)
     log_p = jax.nn.log_softmax(z)
     nll = -jnp.take_along_axis(log_p, rows.targets[..., None], axis=-1)[..., 0]
     objective = (1 - train.label_smoothing) * nll - train.label_smoothing * log_p.mean(-1)
     objective += train.z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
     mean = rows.weights / rows.weights.sum()
-    return jnp.sum(objective * mean), jnp.sum(nll * mean)
+    return jnp.sum(objective * mean) + within, jnp.sum(nll * mean)
 
 
 def logits(params, rows, model):
     """[B, S, vocabulary] of a batch [B, S]."""
-    x = params.embed[...][rows.tokens]
+    return forward(params, rows, model, 1)[0]
+
+
+def forward(params, rows, model, pieces):
+    """Logits, and the routers' losses; pieces: micro-batches."""
+    x, within = params.embed[...][rows.tokens], 0.0
     for layer in range(model.layers):
-        p = jax.tree.map(lambda a, layer=layer: a[layer], params.blocks)
+        dense = layer < model.dense_layers
+        stack, place = (
+            (params.dense_blocks, layer) if dense else (params.blocks, layer - model.dense_layers)
+        )
+        p = jax.tree.map(lambda a, place=place: a[place], stack)
         x = x + attention(p.attention, norm(x, p.norm1[...], model), rows, model)
-        x = x + mlp(p.mlp, norm(x, p.norm2[...], model))
+        h = norm(x, p.norm2[...], model)
+        if model.experts is None or dense:
+            x = x + mlp(p.mlp, h)
+        else:
+            y, more = moe(p.mlp, h, rows, model, pieces)
+            x, within = x + y, within + more
     table = params.embed if params.unembed is None else params.unembed
     z = norm(x, params.norm[...], model) @ table[...][: model.vocab_size].T
-    return model.logit_softcap * jnp.tanh(z / model.logit_softcap) if model.logit_softcap else z
+    z = model.logit_softcap * jnp.tanh(z / model.logit_softcap) if model.logit_softcap else z
+    return z, within
 
 
 def norm(x, scale, model):
@@ -80,3 +96,62 @@ def mlp(p, x):
 
     gate, up = add(x @ p.gate[...], p.gate_bias), add(x @ p.up[...], p.up_bias)
     return add((gate * jax.nn.sigmoid(gate) * up) @ p.down[...], p.down_bias)
+
+
+def moe(p, x, rows, model, pieces):
+    """Every expert meets every token; gates choose. [B, S, D], and the losses of its router."""
+    count, real = model.experts, rows.segments >= 0
+    z = jnp.einsum("bsd,de->bse", x, p.router[...])
+    score = jax.nn.softmax(z) if model.router_scores == "softmax" else jax.nn.sigmoid(z)
+    allowed = score
+    if model.groups_per_token:
+        parts = jnp.stack(jnp.split(score, model.expert_groups, axis=-1), axis=-2)
+        worth = jnp.sort(parts, axis=-1)[..., -2:].sum(-1)
+        better = (worth[..., None, :] > worth[..., :, None]).sum(-1)
+        allowed = jnp.where((better < model.groups_per_token)[..., None], parts, 0.0)
+        allowed = allowed.reshape(score.shape)
+    best = jnp.argsort(-allowed, axis=-1)[..., : model.experts_per_token]
+    choice = (best[..., None] == jnp.arange(count)[None, None, None]) & real[..., None, None]
+    gate = jnp.take_along_axis(score, best, axis=-1)  # [B, S, k]; choice [B, S, k, E]
+    kept = fits(choice, gate, model) if model.capacity else choice
+    if model.normalize_gates:
+        gate = gate / gate.sum(-1, keepdims=True)
+    weight = (gate[..., None] * kept).sum(-2) * model.gate_scale
+    hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, p.gate[...]))
+    hidden = hidden * jnp.einsum("bsd,edf->bsef", x, p.up[...])
+    y = jnp.einsum("bse,bsef,efd->bsd", weight, hidden, p.down[...])
+    if p.shared is not None:
+        y = y + mlp(p.shared, x)
+
+    share = score / score.sum(-1, keepdims=True)
+    row = jnp.arange(len(real)) // (len(real) // pieces)
+    same = rows.segments[:, None, :, None] == rows.segments[None, :, None, :]
+    if model.balance == "sequence":
+        same &= (jnp.arange(len(real))[:, None] == jnp.arange(len(real))[None])[..., None, None]
+    else:
+        same = (row[:, None] == row[None])[..., None, None] & jnp.ones_like(same)
+    load = jnp.einsum("bcst,ctke->bse", same.astype(x.dtype), choice.astype(x.dtype))
+    load = load / jnp.maximum(load.sum(-1, keepdims=True), 1.0)
+    token = real / real.sum()
+    balance = model.balance_loss * count * jnp.sum((load * share).sum(-1) * token)
+    return y, balance + model.router_z_loss * jnp.sum(jax.nn.logsumexp(z, axis=-1) ** 2 * token)
+
+
+def fits(choice, gate, model):
+    """Whether fewer choices of the same expert than it takes come before, in the routing group."""
+    size, width = model.routing_group, model.experts_per_token
+    slots = jnp.ceil(size * width / model.experts * model.capacity)
+
+    def by_group(a):
+        a = a.reshape(-1, size, *a.shape[2:]).swapaxes(1, 2)
+        return a.reshape(-1, width * size, *a.shape[3:])
+
+    one, claim = by_group(choice), by_group(gate)
+    place = jnp.arange(width * size)
+    first = jnp.broadcast_to((place[:, None] > place[None])[None], (len(one), *place.shape * 2))
+    if model.overflow == "probability":
+        first = claim[:, None, :] > claim[:, :, None]
+    before = jnp.einsum("gnm,gme->gne", first.astype(gate.dtype), one.astype(gate.dtype))
+    one = one & (before < slots)
+    one = one.reshape(-1, width, size, model.experts).swapaxes(1, 2)
+    return one.reshape(choice.shape)

@@ -532,9 +532,24 @@ class Config:
                 "train.halt_on_nan=true would end the run at an ordinary overflow of the loss "
                 "scale of precision.compute=f16; write train.halt_on_nan=false"
             )
+        if (group := self.model.routing_group) and train.seq_len % group:
+            raise ValueError(
+                f"train.seq_len={train.seq_len} is not a multiple of model.routing_group={group}"
+            )
+        if self.model.dense_layers % self.remat.every:
+            raise ValueError(
+                f"model.dense_layers={self.model.dense_layers} is not a multiple of "
+                f"remat.every={self.remat.every}"
+            )
         warmup = optimizer.warmup_updates(train.tokens_per_update)
         pieces, written = 1, f"model.layers={self.model.layers}"
         if (schedule := self.pipeline()) is not None:
+            if self.model.dense_layers:
+                raise ValueError(
+                    f"model.dense_layers={self.model.dense_layers}: the stages of "
+                    f"mesh.pipe={self.mesh.pipe} hold layers that are alike; write "
+                    f"model.dense_layers=0"
+                )
             pieces = schedule.stages * schedule.chunks
             written += f" on mesh.pipe={self.mesh.pipe}, {pieces} pieces in all,"
         if self.model.layers < pieces:
@@ -572,7 +587,7 @@ class Config:
         """
         schedule = self.pipeline()
         if schedule is None:
-            return list(range(self.model.layers))
+            return list(self.model.stacked)
         sizes = schedule.stages, schedule.chunks, schedule.placement
         return stacked_layers(self.model.layers, *sizes)
 
@@ -588,6 +603,9 @@ class Config:
                 "train.batch_size / train.microbatches",
             ),
         ]
+        if group := self.model.routing_group:
+            groups = "train.seq_len / model.routing_group"
+            dims.append(Dim("seq", train.seq_len // group, groups))
         if train.eval_batch_size is not None:
             dims.append(Dim("batch", train.eval_batch_size, "train.eval_batch_size"))
         return dims

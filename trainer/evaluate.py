@@ -26,12 +26,17 @@ class Evaluation:
     targets: int
 
 
-def evaluate(eval_step, params: Transformer, batches: Iterable[Batch]) -> Evaluation:
+def evaluate(
+    eval_step,
+    params: Transformer,
+    batches: Iterable[Batch],
+    router_bias: jax.Array | None = None,
+) -> Evaluation:
     """Every target of the batches counts once; see `heldout_batches`.
 
     eval_step: from `make_eval_step`, compiled or not. Batch sums are added in f64 on the host.
     """
-    sums = [eval_step(params, batch) for batch in batches]
+    sums = [eval_step(params, batch, router_bias) for batch in batches]
     losses, targets = zip(*jax.device_get(sums), strict=True)
     count = int(sum(map(float, targets)))
     return Evaluation(sum(map(float, losses)) / count, count)
@@ -68,5 +73,6 @@ def evaluate_run(run: str | Path, overrides: Sequence[str] = ()) -> str:
     opened = open_run(run, overrides)
     config, layout, store = opened.config, opened.layout, opened.store
     batches = heldout_batches(store.heldout, config, layout)
-    result = evaluate(make_eval_step(config, layout), opened.params, batches)
+    step = make_eval_step(config, layout)
+    result = evaluate(step, opened.params, batches, opened.router_bias)
     return describe_evaluation(result, counting_levels(store))

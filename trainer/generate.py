@@ -57,7 +57,8 @@ def generate_run(
         raise ValueError("prompts: write a list of texts, as in ['def ']")
     opened = open_run(run, overrides)
     tokenizer = opened.store.tokenizer
-    return generate_texts(opened.params, opened.config, opened.layout, tokenizer, prompts, sampling)
+    arguments = opened.params, opened.config, opened.layout, tokenizer, prompts, sampling
+    return generate_texts(*arguments, router_bias=opened.router_bias)
 
 
 def generate_texts(
@@ -67,11 +68,13 @@ def generate_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling,
+    router_bias: jax.Array | None = None,
 ) -> list[str]:
     """`generate` on texts. Bytes that are not UTF-8, as a cut-off character's, give U+FFFD."""
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     size, end = tokenizer.vocab_size, tokenizer.end_of_text
-    continued = generate(params, config, layout, ids, sampling, vocab_size=size, end_of_text=end)
+    known = {"vocab_size": size, "end_of_text": end, "router_bias": router_bias}
+    continued = generate(params, config, layout, ids, sampling, **known)
     return [tokenizer.decode(np.asarray(tokens)) for tokens in continued]
 
 
@@ -84,6 +87,7 @@ def generate(
     *,
     vocab_size: int,
     end_of_text: int,
+    router_bias: jax.Array | None = None,
 ) -> list[list[int]]:
     """Up to `sampling.tokens` token ids below `vocab_size` after each prompt, without the
     `end_of_text` at which one stops. Every process of the mesh calls it alike and gets all.
@@ -127,7 +131,8 @@ def generate(
     plan = _Plan(layout, config.model, compute, vocab_size)
     counts = np.asarray(lengths + [0] * (rows - len(prompts)), np.int32)
     numbers = np.arange(rows, dtype=np.int32)
-    text = _continue(params, place(text), place(counts), place(numbers), settings, plan)
+    placed = place(text), place(counts), place(numbers)
+    text = _continue(params, *placed, settings, router_bias, plan)
     return [
         _until(row[length : length + sampling.tokens].tolist(), end_of_text)
         for row, length in zip(jax.device_get(text), lengths, strict=False)
@@ -165,6 +170,7 @@ def _continue(
     lengths: jax.Array,
     numbers: jax.Array,
     settings: _Settings,
+    router_bias: jax.Array | None,
     plan: _Plan,
 ) -> jax.Array:
     """text[B, T], rows cut over `_batch`, with each row's prompt at its start -> text[B, T] with
@@ -175,11 +181,11 @@ def _continue(
     run = jax.shard_map(
         partial(_continue_local, plan=plan),
         mesh=plan.layout.mesh,
-        in_specs=(specs(params, plan.layout.param_spec), rows, rows, rows, P()),
+        in_specs=(specs(params, plan.layout.param_spec), rows, rows, rows, P(), P()),
         out_specs=P(),
         check_vma=False,
     )
-    return run(params, text, lengths, numbers, settings)
+    return run(params, text, lengths, numbers, settings, router_bias)
 
 
 def _continue_local(
@@ -188,6 +194,7 @@ def _continue_local(
     lengths: jax.Array,
     numbers: jax.Array,
     settings: _Settings,
+    router_bias: jax.Array | None,
     plan: _Plan,
 ) -> jax.Array:
     """Local: this device's rows of `_continue`. Devices along tensor sample the same tokens, from
@@ -195,7 +202,7 @@ def _continue_local(
     """
     layout, model = plan.layout, plan.model
     rows, slots = text.shape
-    feed = partial(extend, params, layout=layout, config=model)
+    feed = partial(extend, params, layout=layout, config=model, router_bias=router_bias)
     choose = jax.vmap(sample, in_axes=(0, 0, None, None, None))
     choice = settings.temperature, settings.top_k, settings.top_p
 

@@ -270,7 +270,8 @@ def show_sample(run: Run, state: State) -> None:
     run.phase(None)  # it is compiled first
     tokenizer, sampling = run.store.tokenizer, Sampling(seed=run.config.run.seed)
     arguments = eval_params(state), run.config, run.layout, tokenizer, [prompt], sampling
-    texts = run.wait(in_background(lambda: generate_texts(*arguments)))
+    bias = state.router_bias
+    texts = run.wait(in_background(lambda: generate_texts(*arguments, router_bias=bias)))
     run.reporter.say(f"sample      {prompt}{texts[0]}")
 
 
@@ -334,7 +335,7 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
     """
     nonfinite = metrics.pop("nonfinite", None)
     first = ("step", "position", "loss")  # the rest in jit's order
-    values = {name: metrics[name].item() for name in (*first, *metrics)}
+    values = {name: metrics[name].tolist() for name in (*first, *metrics)}
     flops, peak = step_flops(run.config), peak_flops(run.config)
     values |= {
         "tokens": int(values["tokens"]) if math.isfinite(values["tokens"]) else None,
@@ -369,7 +370,8 @@ def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float
             run.phase(f"evaluating step {done}")
             yield batch
 
-    result = evaluate(eval_step, eval_params(state), until_stopped(batches(), run.agreement))
+    coming = until_stopped(batches(), run.agreement)
+    result = evaluate(eval_step, eval_params(state), coming, state.router_bias)
     run.metrics.write({"step": done, "eval_loss": result.loss, "eval_targets": result.targets})
     described = describe_evaluation(result, counting_levels(run.store))
     run.reporter.say(f"step {done}: {described}")
@@ -412,8 +414,9 @@ def compile_eval_step(run: Run) -> Any:
     train, layout = run.config.train, run.layout
     size = train.eval_batch_size or train.batch_size
     batch = batch_shapes(size, 1, train.seq_len, layout.sharding(layout.batch_spec()))
-    params = sharded_shapes(run.config, layout).params
-    return _compile(run, make_eval_step(run.config, layout), params, batch)
+    state = sharded_shapes(run.config, layout)
+    step = make_eval_step(run.config, layout)
+    return _compile(run, step, state.params, batch, state.router_bias)
 
 
 def _compile(run: Run, jitted: Any, *shapes: Any) -> Any:

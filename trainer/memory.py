@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from ..models.batch import Batch
 from ..models.config import RematConfig, Saved
 from ..models.dropout import Dropout, row_keys
-from ..models.transformer import Transformer, blocks, embed
+from ..models.transformer import Transformer, blocks, embed, stacks
 from ..sharding.layout import Layout, specs
 from .config import Config
 from .plan import DoesNotFitError, compile_step
@@ -47,7 +47,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
     Compiles the step once for each.
     """
     layout = lay_out(config, devices)
-    layers = len(config.stacked_layers()) // layout.size("pipe")
+    layers = config.model.dense_layers + len(config.stacked_layers()) // layout.size("pipe")
     configs = [
         config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
         for name in POLICIES
@@ -96,9 +96,8 @@ def block_costs(config: Config, layout: Layout) -> Cost:
 
         def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
             def forward(params: Transformer, x: jax.Array) -> jax.Array:
-                return blocks(params.blocks, x, batch, layout, config.model, config.remat, dropout)[
-                    0
-                ]
+                model, remat = config.model, config.remat
+                return blocks(stacks(params), x, batch, layout, model, remat, dropout)[0]
 
             x, backward = jax.vjp(forward, params, x)
             return backward(x)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..models.batch import Batch
 from ..models.dropout import Dropout
+from ..models.moe import Routing
 from ..models.transformer import Block, Transformer, blocks, embed, head_share, join, split
 from ..models.vocab import Loss
 from ..sharding.gradients import scatter_gradients
@@ -23,16 +24,24 @@ from ..sharding.pipeline.schedules import Schedule, forward_schedule
 from .config import Config
 from .precision import DTYPES
 
-Pieces = tuple[Batch, jax.Array | None]
-"""Batches and, where something is dropped, the words of their rows' keys, [G, ...] or of one."""
+
+class Piece(NamedTuple):
+    """One micro-batch, or [G, ...] of several. dropped, seconds: the words of its rows' keys, [B,
+    2], where channels are dropped and where second experts are left out by chance.
+    """
+
+    batch: Batch
+    dropped: jax.Array | None = None
+    seconds: jax.Array | None = None
 
 
 def pipeline_gradients(
     params: Transformer,
-    pieces: Pieces,
+    pieces: Piece,
     config: Config,
     layout: Layout,
     loss: Loss,
+    routing: Routing,
     mark: Callable[[Any], jax.Array] | None,
 ):
     """Local: gradients and sums to log, added up over micro-batches [G, ...] that pass the stages
@@ -46,7 +55,7 @@ def pipeline_gradients(
         return scatter_gradients(grads, specs(grads, before), specs(grads, after), layout)
 
     ends, stack = split(params)
-    stages = _stages(schedule, config, layout, loss)
+    stages = _stages(schedule, config, layout, loss, routing)
     totals = run_schedule(schedule, stages, ends, stack, pieces, layout, scatter, mark)
     marks = None
     if mark:
@@ -59,7 +68,7 @@ def pipeline_gradients(
 
 
 def pipeline_sums(
-    params: Transformer, batch: Batch, config: Config, layout: Layout, loss: Loss
+    params: Transformer, batch: Batch, config: Config, layout: Layout, loss: Loss, routing: Routing
 ) -> dict[str, jax.Array]:
     """Local: the sums to log of a batch [1, B, S], forward alone, in train.microbatches pieces or
     as many as divide both them and the rows.
@@ -70,31 +79,41 @@ def pipeline_sums(
     count = math.gcd(rows, config.train.microbatches)
     pieces = jax.tree.map(lambda a: a.reshape(count, rows // count, a.shape[2]), batch)
     schedule = forward_schedule(training.stages, count, training.chunks, training.placement)
-    stages = _stages(schedule, config, layout, loss)
-    return _sums(run_schedule(schedule, stages, *split(params), (pieces, None), layout))
+    stages = _stages(schedule, config, layout, loss, routing)
+    return _sums(run_schedule(schedule, stages, *split(params), Piece(pieces), layout))
 
 
-def _stages(schedule: Schedule, config: Config, layout: Layout, loss: Loss) -> Stages:
+def _stages(
+    schedule: Schedule, config: Config, layout: Layout, loss: Loss, routing: Routing
+) -> Stages:
     depths = schedule.stages * schedule.chunks
     layers, model = config.model.layers, config.model
 
-    def dropout(piece: Pieces) -> Dropout | None:
-        return None if piece[1] is None else Dropout(config.train.dropout, piece[1])
+    def dropout(piece: Piece) -> Dropout | None:
+        return None if piece.dropped is None else Dropout(config.train.dropout, piece.dropped)
 
-    def embed_piece(ends: Transformer, piece: Pieces) -> jax.Array:
-        return embed(ends, piece[0], layout, DTYPES[config.precision.compute], dropout(piece))
+    def embed_piece(ends: Transformer, piece: Piece) -> jax.Array:
+        return embed(ends, piece.batch, layout, DTYPES[config.precision.compute], dropout(piece))
 
-    def run_layers(chunk: Block, x: jax.Array, piece: Pieces, depth: Any) -> Any:
+    def run_layers(chunk: Block, x: jax.Array, piece: Piece, depth: Any) -> Any:
         first, end = layers * depth // depths, layers * (depth + 1) // depths
         number = first + jnp.arange(-(-layers // depths))
         numbers = jnp.where(number < end, number, layers)  # as in `stacked_layers`
         x, share, sums = blocks(
-            chunk, x, piece[0], layout, model, config.remat, dropout(piece), numbers
+            [chunk],
+            x,
+            piece.batch,
+            layout,
+            model,
+            config.remat,
+            dropout(piece),
+            numbers,
+            routing._replace(rows=piece.seconds),
         )
-        return (x, jnp.asarray(share, jnp.float32)), sums
+        return (x, share), sums
 
-    def head(ends: Transformer, y: jax.Array, piece: Pieces) -> Any:
-        return head_share(ends, y, piece[0], layout, model, loss)
+    def head(ends: Transformer, y: jax.Array, piece: Piece) -> Any:
+        return head_share(ends, y, piece.batch, layout, model, loss)
 
     return Stages(embed_piece, run_layers, head)
 

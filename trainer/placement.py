@@ -24,7 +24,7 @@ def model_order_shapes(config: Config, layout: Layout) -> State:
     """
     if config.model.layers % layout.size("pipe"):
         layout = layout.with_rules(layers=())
-    state = abstract_state(config, range(config.model.layers))
+    state = abstract_state(config, config.model.stacked)
     return with_shardings(state, state_shardings(state, layout))
 
 
@@ -32,14 +32,14 @@ def in_model_order(tree: Any, target: Any, config: Config) -> Any:
     """A State, or a part of it, with layers 0, 1, … and no padding. target: its shapes and
     shardings then.
     """
-    held, layers = config.stacked_layers(), range(config.model.layers)
+    held, layers = config.stacked_layers(), config.model.stacked
     return tree if held == [*layers] else _take(tree, [held.index(n) for n in layers], target)
 
 
 def in_stage_order(tree: Any, target: Any, config: Config) -> Any:
     """What `in_model_order` took, back again; padding is zero."""
     held = config.stacked_layers()
-    return tree if held == [*range(config.model.layers)] else _take(tree, held, target)
+    return tree if held == [*config.model.stacked] else _take(tree, held, target)
 
 
 def without_stages(
@@ -51,7 +51,7 @@ def without_stages(
     if layout.size("pipe") == 1:
         return params, layout
     layout = layout.with_rules(layers=(), vocab=("tensor",))
-    state = abstract_state(config, range(config.model.layers))
+    state = abstract_state(config, config.model.stacked)
     target = with_shardings(state, state_shardings(state, layout)).params
     params = in_model_order(params, target, config)
     return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, target)), layout

@@ -26,13 +26,14 @@ from .state import eval_part, lay_out, sharded_shapes
 @dataclass(frozen=True)
 class OpenRun:
     """config: the run's with the overrides. store: of its documents, and of its tokenizer. params:
-    their average where the run keeps one (optimizer.ema).
+    their average where the run keeps one (optimizer.ema). router_bias: State's.
     """
 
     config: Config
     layout: Layout
     store: Store
     params: Transformer
+    router_bias: jax.Array | None
 
 
 def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
@@ -61,6 +62,7 @@ def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
             f"data.json; to read them all the same write data.source={config.data.source}"
         )
     _, restored = restore(path, eval_part(model_order_shapes(config, layout)))
+    router_bias = restored.pop("router_bias", None)
     (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
     params = in_stage_order(params, sharded_shapes(config, layout).params, config)
-    return OpenRun(config, layout, store, params)
+    return OpenRun(config, layout, store, params, router_bias)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ..models.transformer import Transformer
 from ..sharding.layout import Layout, is_param, make_layout, specs
 from ..sharding.mesh import make_mesh
+from .balancing import first_bias
 from .config import Config
 from .optimizer import Average, make_optimizer
 from .precision import DTYPES, LossScale, first_scale
@@ -26,7 +27,8 @@ class State:
     """step: completed updates, int32. skipped: attempts that were not finite and changed nothing,
     int32. position: rows consumed from the epoch stream by both, int32. params: f32 masters. opt:
     the optimizer's moments, and its average of the parameters if there is one. loss_scale: of f16,
-    else None.
+    else None. router_bias: of layers and experts, f32, what is added to scores where experts are
+    chosen, with model.balance_bias, else None.
     """
 
     step: jax.Array
@@ -35,6 +37,7 @@ class State:
     params: Transformer
     opt: Any
     loss_scale: LossScale | None
+    router_bias: jax.Array | None
 
 
 def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:
@@ -94,6 +97,7 @@ def _first_state(config: Config, numbers: Sequence[int] | None = None) -> State:
         params=params,
         opt=make_optimizer(config.optimizer).init(params),
         loss_scale=first_scale(config.precision),
+        router_bias=first_bias(config.model),
     )
 
 
@@ -131,9 +135,11 @@ def eval_params(state: State) -> Transformer:
 
 
 def eval_part(state: State) -> dict[str, Any]:
-    """The part of a state that `eval_params` takes, to be restored alone with the shardings of
-    state.params.
+    """The part of a state that evaluation takes, to be restored alone with the shardings of
+    state.params: what `eval_params` gives, and the routers' bias where there is one.
     """
+    if state.router_bias is not None:
+        return eval_part(replace(state, router_bias=None)) | {"router_bias": state.router_bias}
     if not isinstance(state.opt[-1], Average):
         return {"params": state.params}
     return {"opt": (*[None] * len(state.opt[:-1]), Average(params=state.params))}

@@ -17,15 +17,17 @@ from jax.sharding import PartitionSpec as P
 
 from ..models.batch import Batch
 from ..models.dropout import Dropout, row_keys
-from ..models.transformer import Transformer, blocks, embed, head_share
+from ..models.moe import Routing
+from ..models.transformer import Transformer, blocks, embed, head_share, stacks
 from ..models.vocab import Loss
 from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
 from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients, scatter_gradients
 from ..sharding.layout import Layout, specs
+from .balancing import expert_metrics, next_bias
 from .config import Config
 from .data.loader import batch_shapes
 from .optimizer import make_optimizer
-from .pipeline import pipeline_gradients, pipeline_sums
+from .pipeline import Piece, pipeline_gradients, pipeline_sums
 from .precision import DTYPES, next_scale
 from .schedule import learning_rate
 from .state import State, abstract_state, sharded_shapes, state_shardings
@@ -39,7 +41,8 @@ def make_train_step(config: Config, layout: Layout):
     skipped attempts and the loss scale. metrics are scalars: `step`, `skipped` and `position` after
     the attempt, `loss` (mean nll in nats over the batch's valid targets), `tokens` (valid targets),
     `grad_norm` (before clipping), `lr`, of f16 the attempt's `loss_scale`, and auxiliary losses
-    under their own names; and with train.halt_on_nan `nonfinite`, bool [microbatch, parameter].
+    under their own names; of experts what `expert_metrics` says; and with train.halt_on_nan
+    `nonfinite`, bool [microbatch, parameter].
     """
     optimizer: Any = make_optimizer(config.optimizer)  # optax's types know no flax module
     schedule = learning_rate(config.optimizer, config.train)
@@ -48,7 +51,8 @@ def make_train_step(config: Config, layout: Layout):
 
     def train_step(state: State, batch: Batch):
         scaling = {} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}
-        metrics, grads = gradients(state.params, batch, state.position, **scaling)
+        bias = state.router_bias
+        metrics, grads = gradients(state.params, batch, state.position, router_bias=bias, **scaling)
         with jax.named_scope("optimizer"):
             grads, norm = clip(grads, config.optimizer.clip)
             lr = schedule(state.step)
@@ -56,7 +60,8 @@ def make_train_step(config: Config, layout: Layout):
             def update(state: State) -> State:
                 updates, opt = optimizer.update(grads, state.opt, state.params, lr=lr)
                 params = jax.tree.map(jnp.add, state.params, updates)
-                return replace(state, step=state.step + 1, params=params, opt=opt)
+                bias = next_bias(state.router_bias, metrics, config.model)
+                return replace(state, step=state.step + 1, params=params, opt=opt, router_bias=bias)
 
             def skip(state: State) -> State:
                 return replace(state, skipped=state.skipped + 1)
@@ -68,6 +73,8 @@ def make_train_step(config: Config, layout: Layout):
                 state, position=state.position + config.train.batch_size, loss_scale=loss_scale
             )
         counters = {"step": state.step, "skipped": state.skipped, "position": state.position}
+        pieces = config.train.microbatches * layout.size(_all_axes(layout))
+        metrics = expert_metrics(metrics, pieces)
         return state, counters | metrics | {"grad_norm": norm, "lr": lr} | scaling
 
     shardings = state_shardings(state, layout)
@@ -99,16 +106,17 @@ def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
 
 
 def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
-    """(params, batch, position, loss_scale) -> (metrics, gradients) as one shard_map over the whole
-    mesh; params only for their structure. position: of the batch's first row, by default 0; dropout
-    needs it. loss_scale: what the loss is multiplied by for the backward pass alone.
+    """(params, batch, position, loss_scale, router_bias) -> (metrics, gradients) as one shard_map
+    over the whole mesh; params only for their structure. position: of the batch's first row, by
+    default 0; dropout and model.random_second need it. loss_scale: what the loss is multiplied by
+    for the backward pass alone. router_bias: State's.
     """
     in_specs = specs(params, layout.param_spec)
     out_specs = specs(params, layout.state_spec)
     mapped = jax.shard_map(
         partial(loss_and_grads, config=config, layout=layout),
         mesh=layout.mesh,
-        in_specs=(in_specs, layout.batch_spec(), P(), P()),
+        in_specs=(in_specs, layout.batch_spec(), P(), P(), P()),
         out_specs=(P(), out_specs),
         check_vma=False,
     )
@@ -118,8 +126,9 @@ def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
         batch: Batch,
         position: jax.Array | int = 0,
         loss_scale: jax.Array | None = None,
+        router_bias: jax.Array | None = None,
     ):
-        return mapped(params, batch, jnp.asarray(position, jnp.int32), loss_scale)
+        return mapped(params, batch, jnp.asarray(position, jnp.int32), loss_scale, router_bias)
 
     return loss_and_grads_at
 
@@ -129,6 +138,7 @@ def loss_and_grads(
     batch: Batch,
     position: jax.Array,
     loss_scale: jax.Array | None,
+    router_bias: jax.Array | None,
     *,
     config: Config,
     layout: Layout,
@@ -140,8 +150,12 @@ def loss_and_grads(
     sum over micro-batches and devices is a mean over targets, whatever their distribution. They
     carry the loss scale too, so that every derivative does. Gradients are f32.
     """
+    real = jnp.sum(batch.segments >= 0, dtype=jnp.float32)
     tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
     scale = 1.0 if loss_scale is None else loss_scale
+    token = None
+    if config.model.experts is not None:
+        token = scale / jnp.maximum(all_reduce(real, _batch_axes(layout), layout), 1.0)
     batch = replace(batch, weights=batch.weights / (jnp.maximum(tokens, 1.0) / scale))
     loss = Loss(
         vocab_size=config.model.vocab_size,
@@ -151,16 +165,21 @@ def loss_and_grads(
     )
 
     rows = None
-    if config.train.dropout:
+    if config.train.dropout or config.model.random_second:
         rows = jax.vmap(partial(row_keys, config.run.seed))(data_positions(position, batch, layout))
+    dropped = rows if config.train.dropout else None
+    pieces = Piece(batch, dropped, rows if config.model.random_second else None)
 
     by_microbatch = accumulate if config.mesh.pipe == 1 else pipeline_gradients
     mark = mark_nonfinite if config.train.halt_on_nan else None
-    grads, sums, marks = by_microbatch(params, (batch, rows), config, layout, loss, mark)
+    routing = Routing(router_bias, token)
+    grads, sums, marks = by_microbatch(params, pieces, config, layout, loss, routing, mark)
     accumulator_specs = specs(params, layout.accumulator_spec)
     grads = reduce_gradients(grads, accumulator_specs, specs(params, layout.state_spec), layout)
     sums = all_reduce(sums, _all_axes(layout), layout)
-    grads, sums = jax.tree.map(lambda a: a / scale, (grads, sums))
+    grads, sums = jax.tree.map(
+        lambda a: a / scale if jnp.issubdtype(a.dtype, jnp.floating) else a, (grads, sums)
+    )
     metrics = sums | {"tokens": tokens}
     if marks is not None:
         metrics["nonfinite"] = all_reduce_max(marks, _all_axes(layout), layout) > 0
@@ -169,10 +188,11 @@ def loss_and_grads(
 
 def accumulate(
     params: Transformer,
-    pieces: tuple[Batch, jax.Array | None],
+    pieces: Piece,
     config: Config,
     layout: Layout,
     loss: Loss,
+    routing: Routing,
     mark: Callable[[Any], jax.Array] | None,
 ):
     """Local: gradients and sums to log, added up over micro-batches [G, ...] that follow each
@@ -181,13 +201,12 @@ def accumulate(
     in_specs = specs(params, layout.param_spec)
     accumulator_specs = specs(params, layout.accumulator_spec)
 
-    def share(params: Transformer, batch: Batch, rows: jax.Array | None):
-        dropout = None if rows is None else Dropout(config.train.dropout, rows)
-        return forward_share(params, batch, config, layout, loss, dropout)
+    def share(params: Transformer, piece: Piece):
+        return forward_share(params, piece, config, layout, loss, routing)
 
     @jax.jit  # so that its shapes and the scan below trace the model once
-    def one_microbatch(params: Transformer, piece: tuple[Batch, jax.Array | None]):
-        grads, sums = jax.grad(share, has_aux=True)(params, *piece)
+    def one_microbatch(params: Transformer, piece: Piece):
+        grads, sums = jax.grad(share, has_aux=True)(params, piece)
         marks = mark(grads) if mark else None
         return (scatter_gradients(grads, in_specs, accumulator_specs, layout), sums), marks
 
@@ -222,46 +241,60 @@ def data_positions(first: jax.Array, batch: Batch, layout: Layout) -> jax.Array:
 
 def forward_share(
     params: Transformer,
-    batch: Batch,
+    piece: Piece,
     config: Config,
     layout: Layout,
     loss: Loss,
-    dropout: Dropout | None = None,
+    routing: Routing,
 ):
     """Local: one micro-batch [B, S] through the model -> this device's share of the loss and of the
     logged sums.
     """
-    x = embed(params, batch, layout, DTYPES[config.precision.compute], dropout)
-    x, share, sums = blocks(params.blocks, x, batch, layout, config.model, config.remat, dropout)
-    head, more = head_share(params, x, batch, layout, config.model, loss)
-    return share + head, sums | more
+    dropout = None if piece.dropped is None else Dropout(config.train.dropout, piece.dropped)
+    x = embed(params, piece.batch, layout, DTYPES[config.precision.compute], dropout)
+    x, within, sums = blocks(
+        stacks(params),
+        x,
+        piece.batch,
+        layout,
+        config.model,
+        config.remat,
+        dropout,
+        routing=routing._replace(rows=piece.seconds),
+    )
+    share, logged = head_share(params, x, piece.batch, layout, config.model, loss)
+    return share + within, logged | sums
 
 
 def make_eval_step(config: Config, layout: Layout):
-    """The jitted (params, batch) -> (summed nll in nats, number of targets) over a global batch [1,
-    B, S].
+    """The jitted (params, batch, router_bias) -> (summed nll in nats, number of targets) over a
+    global batch [1, B, S].
     """
     params = abstract_state(config).params
     loss = Loss(config.model.vocab_size, softcap=config.model.logit_softcap)
 
-    def sums(params: Transformer, batch: Batch):
+    def sums(params: Transformer, batch: Batch, router_bias: jax.Array | None):
+        routing = Routing(router_bias)
         if config.mesh.pipe == 1:
-            one = jax.tree.map(lambda a: a[0], batch)
-            _, sums = forward_share(params, one, config, layout, loss)
+            piece = Piece(jax.tree.map(lambda a: a[0], batch))
+            _, sums = forward_share(params, piece, config, layout, loss, routing)
         else:
-            sums = pipeline_sums(params, batch, config, layout, loss)
+            sums = pipeline_sums(params, batch, config, layout, loss, routing)
         tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
         return all_reduce(sums["loss"], _all_axes(layout), layout), tokens
 
-    return jax.jit(
-        jax.shard_map(
-            sums,
-            mesh=layout.mesh,
-            in_specs=(specs(params, layout.param_spec), layout.batch_spec()),
-            out_specs=P(),
-            check_vma=False,
-        )
+    mapped = jax.shard_map(
+        sums,
+        mesh=layout.mesh,
+        in_specs=(specs(params, layout.param_spec), layout.batch_spec(), P()),
+        out_specs=P(),
+        check_vma=False,
     )
+
+    def evaluate(params: Transformer, batch: Batch, router_bias: jax.Array | None = None):
+        return mapped(params, batch, router_bias)
+
+    return jax.jit(evaluate)
 
 
 def _batch_axes(layout: Layout) -> tuple[str, ...]:

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from ..models.config import CORE
+from ..models.moe import expert_limit
 from ..models.vocab import tokens_at_once
+from ..sharding.exchange import exchange_rows
 from ..sharding.gradients import UNREDUCED_AXES
 from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
-from ..sharding.rules import ZERO_AXES
 from .config import Config
 from .precision import DTYPES
 from .state import abstract_state
@@ -44,6 +45,7 @@ def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
         *weight_traffic(config, layout),
         *activation_traffic(config, layout),
         *attention_traffic(config, layout),
+        *expert_traffic(config, layout),
         *scalar_traffic(config, layout),
     ]
     return [traffic for traffic in found if traffic.sent]
@@ -58,20 +60,21 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     reduce-scatters P G times, stage 1 once, and both gather P in f32 after the update. Once a step,
     what a device then holds is all-reduced over every axis that does not cut it.
     """
-    compute = jnp.dtype(DTYPES[config.precision.compute]).itemsize
+    activations = jnp.dtype(DTYPES[config.precision.compute]).itemsize
     reduce, master = jnp.dtype(layout.reduce).itemsize, 4
     pieces = config.train.microbatches
     params = abstract_state(config).params
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
     for path, param in leaves:
-        in_block = path[0].name == "blocks"
+        in_block = path[0].name in ("blocks", "dense_blocks")
+        compute = 4 if "routes" in param.axes else activations  # routers work in f32
         uses = 2 if path[0].name == "embed" and params.unembed is None else 1
         stack = param.get_value().ndim - len(param.axes)
         at_rest, accumulator, state = (
             spec_axes(spec_of(param.axes, stack))
             for spec_of in (layout.param_spec, layout.accumulator_spec, layout.state_spec)
         )
-        cut = [axis for axis in state if axis in ZERO_AXES]
+        cut = [axis for name in param.axes for axis in layout.zero_axes(name) if axis in state]
         whole = param.get_value().size * layout.size(cut) // layout.size(state)  # elements
         gathered = [axis for axis in cut if axis in at_rest]
         scattered = [axis for axis in cut if axis in accumulator and axis not in at_rest]
@@ -90,7 +93,7 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
 
 def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     """Of the residual stream over tensor, n its bytes on a tensor group, L layers (Megatron:
-    arXiv 1909.08053; with sequence parallelism: 2205.05198).
+    arXiv 1909.08053; with sequence parallelism: 2205.05198), but for experts.
 
     In a layer two entrances gather n forward and once more for the weights' gradients, two exits do
     so backward: 6 n. Exits forward and entrances backward reduce-scatter: 4 n. The embedding adds
@@ -107,7 +110,10 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     saved = config.remat.saved
     recomputed = model.layers // config.remat.every
     again = recomputed if saved is not None and "attention.out" not in saved else 0
-    gathers, scatters = 6 * model.layers, 4 * model.layers + again
+    mlps = model.layers
+    if model.experts is not None and not model.shared_experts:
+        mlps = model.dense_layers
+    gathers, scatters = 3 * (model.layers + mlps), 2 * (model.layers + mlps) + again
     if layout.overlap:
         yield _ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)
         gathers = scatters = 0
@@ -163,6 +169,63 @@ def attention_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
         yield Traffic("keys and values", PERMUTE, ("context",), hops / groups)
 
 
+def expert_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of L layers with experts, P devices that share them out, T tokens of a device with k choices
+    each, rows of h bytes.
+
+    P·C rows go to their experts and what these make of them comes back: 2 P·C·h·(P-1)/P forward,
+    and of their gradients as much backward. With a capacity C bounds what one pair of devices
+    exchanges, and a recomputation sends rows again; without, this is one round, C = SLACK·T·k/P,
+    and the backward pass sends rows again. A gate and an expert's number, and the gate's gradient,
+    travel with a row. Where tensor cuts experts' width, tokens are gathered over it first and what
+    experts make of them is reduce-scattered. The balance loss all-reduces counts.
+    """
+    model, train = config.model, config.train
+    if model.experts is None:
+        return
+    axes, width = layout.axes("expert"), model.experts_per_token
+    layers = model.layers - model.dense_layers
+    compute = jnp.dtype(DTYPES[config.precision.compute]).itemsize
+    rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
+    times = layers * train.microbatches
+    recomputed = 0 if config.remat.saved is None else layers // config.remat.every
+    again = recomputed * train.microbatches
+
+    whole = rows * train.seq_len // layout.size("context")  # tokens of a tensor group
+    small, x = 4 * whole * width, whole * model.d_model * compute
+    apart, sequence = "tensor" in axes, layout.sequence_parallel
+    if sequence and not apart:
+        gathers = (2 * times + again) * x + 2 * (times + again) * small
+        yield _ring("tokens for experts", ALL_GATHER, ["tensor"], gathers, layout)
+        scatters = times * (2 * x + small)
+        yield _ring("tokens for experts", REDUCE_SCATTER, ["tensor"], scatters, layout)
+    elif not apart:
+        yield _ring("tokens for experts", ALL_REDUCE, ["tensor"], 2 * times * x, layout)
+    elif not sequence:
+        yield _ring("tokens for experts", ALL_GATHER, ["tensor"], times * x, layout)
+        yield _ring("tokens for experts", REDUCE_SCATTER, ["tensor"], times * x, layout)
+    own = whole // layout.size("tensor") if apart else whole
+
+    devices = layout.size(axes)
+    limit = expert_limit(own, model)
+    sent = devices * exchange_rows(own * width, model.experts, devices, limit)
+    there = model.d_model * compute + 8
+    if limit is None:
+        row = times * (2 * there + 3 * model.d_model * compute + 4)
+        yield _ring("rounds", ALL_REDUCE, axes, 2 * 4 * times, layout)
+    else:
+        row = times * (there + 3 * model.d_model * compute + 4) + again * there
+    yield _ring("experts' tokens", ALL_TO_ALL, axes, sent * row, layout)
+
+    counted = 4 * model.experts * (times + again) * bool(model.balance_loss)
+    if model.balance == "microbatch":
+        everywhere = [*layout.axes("batch"), *layout.axes("seq")]
+        yield _ring("balance", ALL_REDUCE, everywhere, counted, layout)
+    else:
+        n = rows * train.seq_len * counted
+        yield _ring("balance", ALL_REDUCE, layout.axes("seq"), n, layout)
+
+
 def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     """Four bytes each: the number of targets, logged sums, each leaf's part of the global norm over
     the axes of each dim in turn.
@@ -171,6 +234,11 @@ def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     everywhere = [axis for axis in names if axis not in UNREDUCED_AXES]
     yield _ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
     sums = 1 + bool(train.z_loss) + bool(train.label_smoothing)
+    if (model := config.model).experts is not None:
+        yield _ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
+        layers = model.layers - model.dense_layers
+        sums += layers * (model.experts + (model.capacity is not None)) + 1
+        sums += bool(model.balance_loss) + bool(model.router_z_loss)
     yield _ring("metrics", ALL_REDUCE, everywhere, 4 * sums, layout)
     params = abstract_state(config).params
     leaves = jax.tree.leaves(params, is_leaf=is_param)

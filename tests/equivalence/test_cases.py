@@ -135,7 +135,7 @@ def test_c13_decay_follows_the_role_not_the_number_of_dims():
     expected = {"embed", "unembed", *(f"blocks.{name}" for name in blocks)}
     assert decaying(state.params) == expected
 
-    one = jax.eval_shape(lambda: Block(config.model, jax.random.key(0)))
+    one = jax.eval_shape(lambda: Block(config.model, jax.random.key(0), dense=True))
     for stack in ((), (4,), (2, 3, 4)):  # one layer; layers; chunks of stages of layers
         stacked = jax.tree.map(lambda a, s=stack: jax.ShapeDtypeStruct(s + a.shape, a.dtype), one)
         assert decaying(stacked) == blocks

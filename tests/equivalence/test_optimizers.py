@@ -73,7 +73,7 @@ def state_after_updates(name: str, *overrides: str) -> State:
     of_grads = jax.tree.map(layout.sharding, specs(random_params(config), layout.state_spec))
     params = jax.tree.map(jnp.asarray, random_params(config))
     zero = jnp.int32(0)
-    state = State(zero, zero, zero, params, optimizer.init(params), loss_scale=None)
+    state = State(zero, zero, zero, params, optimizer.init(params), None, None)
     state = jax.device_put(jax.device_get(state), shardings)
 
     def update(params, opt, grads):

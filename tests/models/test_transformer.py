@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.models.batch import Batch
 from meshwright.models.config import RematConfig
-from meshwright.models.transformer import blocks, embed
+from meshwright.models.transformer import blocks, embed, stacks
 from meshwright.trainer.state import abstract_state, named_leaves
 from runs import SMALL, layout_on, make_config, random_params
 
@@ -34,7 +34,7 @@ def seen(batch, *overrides):
     def gradients(params, batch):
         x = embed(params, batch, layout, jnp.float32)
         _, transpose = jax.vjp(
-            lambda x: blocks(params.blocks, x, batch, layout, config.model, RematConfig())[0], x
+            lambda x: blocks(stacks(params), x, batch, layout, config.model, RematConfig())[0], x
         )
         at = jnp.eye(TOKENS).reshape(TOKENS, 1, TOKENS, 1)
         return jax.vmap(lambda at: transpose(jnp.broadcast_to(at, x.shape))[0])(at)
@@ -70,7 +70,7 @@ def test_a_document_is_the_same_wherever_it_stands():
 
     def run(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        return blocks(params.blocks, x, batch, layout, config.model, RematConfig())[0]
+        return blocks(stacks(params), x, batch, layout, config.model, RematConfig())[0]
 
     first, second = np.split(np.asarray(jax.jit(run)(params, batch)), 2, axis=1)
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-6 * np.abs(first).max())

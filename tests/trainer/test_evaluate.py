@@ -89,7 +89,7 @@ def test_every_held_out_target_counts_once(run, heldout, size):
     layout = lay_out(config, jax.devices()[:1])
     seen, shapes = [], set()
 
-    def eval_step(params, batch):
+    def eval_step(params, batch, router_bias):
         shapes.add(batch.tokens.shape)
         weights = np.asarray(batch.weights)
         seen.extend(np.asarray(batch.targets)[weights > 0])

@@ -64,3 +64,10 @@ def test_the_peak_is_the_config_s_or_the_device_s(monkeypatch):
 def test_mfu_is_the_share_of_all_devices():
     assert mfu(6e12, seconds=2.0, devices=4, peak=1e12) == 0.75
     assert mfu(6e12, seconds=2.0, devices=4, peak=None) is None
+
+
+def test_of_experts_those_a_token_meets_are_counted():
+    experts = ("model.experts=16", "model.experts_per_token=3", "model.shared_experts=1")
+    sparse = config(*experts, "model.expert_d_ff=5")
+    router = 3 * 2 * 3 * 8 * 16 * 5 * 16  # forward and backward, layers, d x E, tokens
+    assert step_flops(sparse) == step_flops(config()) + router

@@ -193,7 +193,7 @@ def test_long_values_are_cut_short():
 
 @pytest.mark.parametrize("name", ["tny", "tniy"])
 def test_unknown_preset(name):
-    choices = "llama3-8b, long_context, small, tiny"
+    choices = "llama3-8b, long_context, mixtral-8x7b, moe, qwen3-30b-a3b, small, tiny"
     expected = f"{name}: no such preset or file; choose {choices}; did you mean tiny?"
     assert message(name) == expected
 
@@ -288,7 +288,9 @@ def test_schema_describes_every_field():
 def parameters(model: ModelConfig) -> int:
     """Parameters of the transformer, by hand."""
     attention = model.d_model * model.size_per_head * 2 * (model.heads + model.num_kv_heads)
-    block = attention + 3 * model.d_model * model.d_ff + 2 * model.d_model
+    experts, router = model.experts or 1, model.d_model * (model.experts or 0)
+    norms = 2 * model.d_model + model.qk_norm * 2 * model.size_per_head
+    block = attention + 3 * experts * model.d_model * model.d_ff + router + norms
     tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
     return model.layers * block + tables + model.d_model
 
@@ -296,3 +298,5 @@ def parameters(model: ModelConfig) -> int:
 def test_presets_have_the_size_they_say():
     assert 95e6 < parameters(load("small").model) < 105e6
     assert parameters(load("llama3-8b").model) == 8_030_261_248  # Llama 3 8B as published
+    assert parameters(load("mixtral-8x7b").model) == 46_702_792_704
+    assert parameters(load("qwen3-30b-a3b").model) == 30_532_122_624

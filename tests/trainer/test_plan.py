@@ -277,3 +277,16 @@ def test_the_target_cpu_simulates_the_mesh_that_is_meant():
     assert on_simulated_devices(load("llama3-8b", "device.count=64")).device.cpu_devices == 64
     with pytest.raises(ValueError, match=r"^mesh.fsdp=-1: plan needs the number of devices"):
         on_simulated_devices(load("llama3-8b"))
+
+
+def test_what_experts_send_is_what_the_formula_says():
+    """With a capacity of twice the even share: forward 2·k·T·h·(P-1)/P times it, backward as much;
+    C = 2·T·k/P rows, a gate and an expert's number with them, the gate's gradient back."""
+    experts = ("model.experts=4", "model.capacity=2.0", "model.routing_group=4")
+    _, plan = plan_of("mesh.expert=2", "mesh.fsdp=2", "mesh.tensor=2", *experts)
+    (row,) = (row for row in plan.moved if row.kind == "all-to-all")
+    tokens, layers, choices = TOKENS // 4, 2, 2
+    sent = layers * 2 * tokens * choices * (4 * 16 * 4 + 3 * 4)
+    assert (row.axes, row.sent) == (("expert",), sent // 2)
+    assert plan.unexplained == 0 and plan.unknown == ()
+    assert all(row.sent == row.formula for row in plan.moved)

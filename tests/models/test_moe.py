@@ -1,0 +1,111 @@
+"""One layer of experts on one device: what it equals, who is dropped, what padding leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+from meshwright.models.config import ROUTE
+from meshwright.models.mlp import Mlp, swiglu
+from meshwright.models.moe import Moe, Routing, moe
+from runs import layout_on, make_config, shard_map
+
+SHAPE = ("model.d_model=8", "model.heads=2", "model.d_ff=12", "model.experts=4")
+LAYOUT = layout_on()
+
+
+def apply(x, segments, *overrides, change=lambda p: p):
+    """Output and tally of a layer, as one token of a mean over all."""
+    config = make_config(*SHAPE, *overrides).model
+    p = change(Moe(config, jax.random.key(0)))
+    routing = Routing(token=jnp.ones(()))
+
+    def layer(x, segments):
+        return moe(p, x, segments, routing, 0, LAYOUT, config)
+
+    return shard_map(layer, LAYOUT, P(), P())(x, segments)
+
+
+def tokens(rows, length):
+    x = np.random.default_rng(0).normal(size=(rows, length, 8))
+    return jnp.asarray(x, jnp.float32)
+
+
+def test_one_expert_is_the_dense_mlp():
+    x = tokens(2, 8)
+    one = ("model.experts=1", "model.experts_per_token=1")
+    kept = {}
+
+    def keep(p):
+        kept["p"] = p
+        return p
+
+    y, tally = apply(x, jnp.zeros((2, 8), int), *one, change=keep)
+    dense = Mlp(make_config(*SHAPE).model, jax.random.key(0), 12)
+    for name in ("gate", "up", "down"):
+        getattr(dense, name)[...] = getattr(kept["p"], name)[...][0]
+    assert_allclose(y, swiglu(dense, x, LAYOUT), rtol=1e-5, atol=1e-6)
+    assert tally.load.tolist() == [16]
+    assert_allclose(tally.balance, 0.01 * 16, rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [(), ("model.capacity=0.5", "model.routing_group=4")])
+def test_padding_takes_no_capacity_and_no_statistics(options):
+    x, real = tokens(2, 16), jnp.arange(16)[None] < 8
+    segments = jnp.broadcast_to(jnp.where(real, 0, -1), (2, 16))
+    y, tally = apply(x, segments, *options)
+    expected, tally_expected = apply(x[:, :8], segments[:, :8], *options)
+    assert_allclose(y[:, :8], expected, rtol=1e-5, atol=1e-6)
+    assert not np.any(y[:, 8:])
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-6), tally, tally_expected)
+    assert bool(tally.dropped > 0) == bool(options)
+
+
+def test_packed_documents_are_balanced_like_padded_ones():
+    """C34: a row of two is two units."""
+    x = tokens(1, 16)
+    _, packed = apply(x, jnp.arange(16)[None] // 8)
+    alone = jnp.concatenate([x[:, :8], x[:, 8:]])
+    _, padded = apply(alone, jnp.zeros((2, 8), int))
+    _, as_one = apply(x, jnp.zeros((1, 16), int))
+    assert_allclose(packed.balance, padded.balance, rtol=1e-6)
+    assert abs(float(as_one.balance / packed.balance) - 1) > 1e-3
+
+
+def test_overflow_goes_by_position_or_by_probability():
+    def crowd(p):  # all tokens want expert 2 most, the later the more
+        p.router[...] = jnp.zeros((8, 4)).at[0, 2].set(1.0)
+        return p
+
+    x = tokens(1, 4).at[0, :, 0].set(jnp.arange(1.0, 5.0))
+    small = ("model.experts_per_token=1", "model.capacity=2.0", "model.routing_group=4")
+    for overflow, served in (("position", [0, 1]), ("probability", [2, 3])):
+        overrides = (*small, f"model.overflow={overflow}")
+        y, tally = apply(x, jnp.zeros((1, 4), int), *overrides, change=crowd)
+        assert np.flatnonzero(np.abs(y[0]).max(-1)).tolist() == served
+        assert (tally.dropped, tally.load.tolist()) == (2, [0, 0, 4, 0])
+
+
+def test_ties_are_broken_alike_in_recomputation():
+    """C35: the router's logits are all equal; the first experts are chosen, forward and again."""
+    config = make_config(*SHAPE).model
+    p = Moe(config, jax.random.key(0))
+    p.router[...] = jnp.zeros((8, 4))
+    x, routing = tokens(2, 8), Routing(token=jnp.ones(()))
+
+    def loss(p, x):
+        y, tally = moe(p, x, jnp.zeros((2, 8), int), routing, 0, LAYOUT, config)
+        return jnp.sum(y**2) + tally.balance, tally.load
+
+    policy = jax.checkpoint_policies.save_only_these_names(ROUTE)
+    again = jax.checkpoint(loss, policy=policy)
+
+    def differentiate(function):
+        both = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+        return shard_map(both, LAYOUT, P(), P())(p, x)
+
+    found, expected = differentiate(again), differentiate(loss)
+    jax.tree.map(assert_array_equal, found, expected)
+    assert expected[0][1].tolist() == [16, 16, 0, 0]

@@ -25,6 +25,7 @@ from .plan import DoesNotFitError, compile_step
 from .precision import DTYPES
 from .state import abstract_state, lay_out
 from .step import step_shapes
+from .traffic import held_layers
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
@@ -47,7 +48,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
     Compiles the step once for each.
     """
     layout = lay_out(config, devices)
-    layers = config.model.dense_layers + len(config.stacked_layers()) // layout.size("pipe")
+    layers = held_layers(config)
     configs = [
         config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
         for name in POLICIES

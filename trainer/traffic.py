@@ -21,6 +21,7 @@ from ..models.vocab import tokens_at_once
 from ..sharding.exchange import exchange_rows
 from ..sharding.gradients import UNREDUCED_AXES
 from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
+from ..sharding.pipeline.schedules import Schedule
 from .config import Config
 from .precision import DTYPES
 from .state import abstract_state
@@ -46,9 +47,47 @@ def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
         *activation_traffic(config, layout),
         *attention_traffic(config, layout),
         *expert_traffic(config, layout),
+        *pipe_traffic(config, layout),
         *scalar_traffic(config, layout),
     ]
     return [traffic for traffic in found if traffic.sent]
+
+
+def held_layers(config: Config) -> int:
+    """Layers of one device, padding included."""
+    return config.model.dense_layers + len(config.stacked_layers()) // config.mesh.pipe
+
+
+def passes(config: Config) -> float:
+    """How often each layer of a device runs in a step: for every micro-batch, and in a pipeline
+    also in the ticks of the bubble, in which what a lockstep schedule computes is masked.
+    """
+    schedule = config.pipeline()
+    if schedule is None:
+        return config.train.microbatches
+    return _ticks(schedule, "F") / schedule.chunks  # as many with a B
+
+
+def _ticks(schedule: Schedule, kind: str) -> int:
+    """Ticks in which any stage has an op of this kind."""
+    return len({tick for _, tick, op in schedule.ops() if op.kind == kind})
+
+
+def pipe_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of the residual stream over pipe, n its bytes on a device for one micro-batch: n a tick with
+    an F and n a tick with a B, to a neighbour; and all-reduces of n, forward and backward, of what
+    all stages look up and of what all multiply by the output layer (arXiv 2411.05288).
+    """
+    schedule = config.pipeline()
+    if schedule is None:
+        return
+    train = config.train
+    tokens = train.batch_size // train.microbatches * train.seq_len
+    n = tokens * config.model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
+    n //= layout.size((*layout.axes("batch"), *layout.axes("seq")))
+    ticks = _ticks(schedule, "F") + _ticks(schedule, "B")
+    yield Traffic("stages", PERMUTE, ("pipe",), n * ticks)
+    yield _ring("vocabulary", ALL_REDUCE, ["pipe"], 4 * n * train.microbatches, layout)
 
 
 def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
@@ -62,7 +101,6 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     """
     activations = jnp.dtype(DTYPES[config.precision.compute]).itemsize
     reduce, master = jnp.dtype(layout.reduce).itemsize, 4
-    pieces = config.train.microbatches
     params = abstract_state(config).params
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
     for path, param in leaves:
@@ -80,7 +118,7 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
         scattered = [axis for axis in cut if axis in accumulator and axis not in at_rest]
         late = [axis for axis in cut if axis not in accumulator]
         missing = [axis for axis in layout.mesh.axis_names if axis not in (*state, *UNREDUCED_AXES)]
-        n = whole * pieces
+        n = whole * (passes(config) if in_block else config.train.microbatches)
         gathers = 2 if in_block else uses
         yield _ring("ZeRO-3 weights", ALL_GATHER, gathered, n * gathers * compute, layout)
         yield _ring("ZeRO-3 gradients", REDUCE_SCATTER, gathered, n * uses * reduce, layout)
@@ -106,28 +144,31 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
     tokens = rows * train.seq_len // layout.size("context")
     n = tokens * model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
-    n *= train.microbatches
     saved = config.remat.saved
-    recomputed = model.layers // config.remat.every
+    layers = held_layers(config) * passes(config)
+    recomputed = layers / config.remat.every
     again = recomputed if saved is not None and "attention.out" not in saved else 0
-    mlps = model.layers
+    # of MLPs all, but where experts without shared ones stand in their place
+    mlps = layers
     if model.experts is not None and not model.shared_experts:
-        mlps = model.dense_layers
-    gathers, scatters = 3 * (model.layers + mlps), 2 * (model.layers + mlps) + again
+        mlps = model.dense_layers * passes(config)
+    gathers, scatters = 3 * (layers + mlps), 2 * (layers + mlps) + again
+    ends = 2 * train.microbatches
     if layout.overlap:
         yield _ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)
         gathers = scatters = 0
     if layout.sequence_parallel:
-        yield _ring("activations", ALL_GATHER, ["tensor"], (gathers + 2) * n, layout)
-        yield _ring("activations", REDUCE_SCATTER, ["tensor"], (scatters + 2) * n, layout)
+        yield _ring("activations", ALL_GATHER, ["tensor"], (gathers + ends) * n, layout)
+        yield _ring("activations", REDUCE_SCATTER, ["tensor"], (scatters + ends) * n, layout)
     else:
-        yield _ring("activations", ALL_REDUCE, ["tensor"], (scatters + 2) * n, layout)
+        yield _ring("activations", ALL_REDUCE, ["tensor"], (scatters + ends) * n, layout)
 
     # three statistics of each token's logits: maximum, sum of exponentials, target
     statistics = 4 if train.label_smoothing else 3
-    chunk = min(tokens_at_once(model.padded_vocab // layout.size("tensor")), tokens)
+    axes = layout.axes("vocab")
+    chunk = min(tokens_at_once(model.padded_vocab // layout.size(axes)), tokens)
     padded = math.ceil(tokens / chunk) * chunk * train.microbatches
-    yield _ring("logits", ALL_REDUCE, ["tensor"], statistics * padded * 4, layout)
+    yield _ring("logits", ALL_REDUCE, axes, statistics * padded * 4, layout)
 
 
 def attention_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
@@ -143,23 +184,26 @@ def attention_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     """
     model, train, axes = config.model, config.train, ["context"]
     devices, neighbours = layout.size("context"), layout.resolved.ulysses
-    rows = train.batch_size // layout.size(layout.axes("batch"))
+    rows = train.batch_size / train.microbatches / layout.size(layout.axes("batch"))
+    rows *= passes(config)
+    layers, schedule = held_layers(config), config.pipeline()
+    chunks = 1 if schedule is None else schedule.chunks
     compute, saved = jnp.dtype(DTYPES[config.precision.compute]).itemsize, config.remat.saved
-    recomputed = 0 if saved is None else model.layers // config.remat.every
+    recomputed = 0 if saved is None else layers // config.remat.every
     tensor = layout.size("tensor")
     heads = model.heads // tensor
     kv_heads = math.lcm((layout.resolved.kv_copies or model.num_kv_heads) // tensor, neighbours)
     head = rows * train.seq_len * model.size_per_head  # elements, all tokens
-    yield _ring("places of tokens", ALL_GATHER, axes, 2 * 4 * rows * train.seq_len, layout)
+    yield _ring("places of tokens", ALL_GATHER, axes, 2 * 4 * chunks * rows * train.seq_len, layout)
 
     exchanged = (2 * heads + 2 * kv_heads) * head // devices * compute
-    sent = exchanged * (neighbours - 1) / neighbours * (2 * model.layers + recomputed)
+    sent = exchanged * (neighbours - 1) / neighbours * (2 * layers + recomputed)
     yield Traffic("Ulysses", ALL_TO_ALL, ("context",), sent)
 
     held = 2 * kv_heads // neighbours * head  # elements of k and v, all groups
-    forward = model.layers + (0 if saved and {*CORE} <= {*saved} else recomputed)
-    there = held * compute * (forward + model.layers)
-    back = held * 4 * model.layers
+    forward = layers + (0 if saved and {*CORE} <= {*saved} else recomputed)
+    there = held * compute * (forward + layers)
+    back = held * 4 * layers
     if layout.context == "all_gather":
         yield _ring("keys and values", ALL_GATHER, axes, there, layout)
         yield _ring("their gradients", REDUCE_SCATTER, axes, back, layout)
@@ -184,12 +228,12 @@ def expert_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     if model.experts is None:
         return
     axes, width = layout.axes("expert"), model.experts_per_token
-    layers = model.layers - model.dense_layers
+    layers = held_layers(config) - model.dense_layers
     compute = jnp.dtype(DTYPES[config.precision.compute]).itemsize
     rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
-    times = layers * train.microbatches
+    times = layers * passes(config)
     recomputed = 0 if config.remat.saved is None else layers // config.remat.every
-    again = recomputed * train.microbatches
+    again = recomputed * passes(config)
 
     whole = rows * train.seq_len // layout.size("context")  # tokens of a tensor group
     small, x = 4 * whole * width, whole * model.d_model * compute

@@ -190,7 +190,7 @@ def run_schedule(
             grads, dx = backward(chunk, stash, dy, now["B"])
             totals = add_chunk(totals, grads, now)
             totals = sometimes("embed_backward", embed_backward, totals)
-        return _exchange(rows, y, dx, now, group, layout), totals
+        return _exchange(rows, y, dx, now, table, layout), totals
 
     def first_state(ends: Any, stack: Any, pieces: Any) -> tuple[_Rows, Totals]:
         """The state before the first tick, of which only shapes are wanted."""
@@ -286,13 +286,13 @@ def _arrival(buffer: str, by: int) -> str:
     return f"{buffer} sent {by:+}"
 
 
-def _exchange(rows: _Rows, y: Any, dx: Any, now: Any, group: Any, layout: Layout) -> _Rows:
+def _exchange(rows: _Rows, y: Any, dx: Any, now: Any, table: Any, layout: Layout) -> _Rows:
     """y goes to the chunk behind, dx to the one before, on whichever stage that is."""
     for buffer, sent in (("x", y), ("dy", dx)):
         for by in WAYS:
             order = _arrival(buffer, by)
             kept = getattr(rows, buffer)
-            if sent is not None and (group[order] < kept.shape[0] - 1).any():
+            if sent is not None and (table[order] < kept.shape[0] - 1).any():
                 arrived = shift(sent, AXIS, by, layout)
                 rows = rows._replace(**{buffer: _put(kept, arrived, now[order])})
     return rows

@@ -154,6 +154,22 @@ def test_a_layout_sends_what_its_contract_says(layout):
         assert row.formula - row.sent == (saved if row.kind == "all-gather" else 0)
 
 
+def test_a_pipeline_sends_a_neighbour_one_activation_and_one_gradient_a_tick():
+    """And what all stages share of the vocabulary is reduced over them: the program runs that in a
+    branch, which is read as taken in each tick of its loop."""
+    config = make_config(
+        *SMALL, "model.layers=4", "mesh.pipe=4", "train.microbatches=8", "layout.schedule=gpipe"
+    )
+    moved = make_plan(config, jax.devices()[:4]).moved
+    permutes, reduces = (
+        next(row for row in moved if row.axes == ("pipe",) and row.kind == kind)
+        for kind in ("collective-permute", "all-reduce")
+    )
+    ticks, stream = 8 + 4 - 1, 2 * 16 * 16 * 4
+    assert permutes.sent == permutes.formula == 2 * ticks * stream
+    assert 4 * 8 * 1.5 * stream < reduces.formula <= reduces.sent < 4 * ticks * 1.6 * stream
+
+
 def test_a_recomputed_ring_sends_keys_round_again():
     """In each of two layers, but for its first hop, where XLA sees that it is the backward pass's:
     jaxlib 0.10 does."""

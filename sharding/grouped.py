@@ -152,8 +152,7 @@ def _grouped_backward(axes, layout, residuals, dys):
     x, shards, groups = residuals
     weights = _gathered(shards, axes, x.dtype, layout)
     products = [
-        _products(dy, jnp.swapaxes(weight, 1, 2), groups)
-        for dy, weight in zip(dys, weights, strict=True)
+        _products(dy, weight, groups, contracted=2) for dy, weight in zip(dys, weights, strict=True)
     ]
     dx = reduce(jnp.add, products).astype(x.dtype)
     dshards = tuple(
@@ -173,23 +172,26 @@ def _gathered(shards: Any, axes: Any, dtype: Any, layout: Layout) -> list[jax.Ar
     ]
 
 
-def _products(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
-    """x[M, K] ·_K weight[E, K, F] of each row's expert -> [M, F] in f32."""
+def _products(x: jax.Array, weight: jax.Array, groups: Groups, contracted: int = 1) -> jax.Array:
+    """x[M, K] ·_K weight[E, K, F] of each row's expert -> [M, F] in f32; contracted=2: dim F."""
 
     def by_block(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
         def one(number: jax.Array, y: jax.Array) -> jax.Array:
-            product = lax.dot(
+            product = lax.dot_general(
                 _block(x, number, groups),
                 weight[groups.experts[number]],
+                (((1,), (contracted - 1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
             return lax.dynamic_update_slice_in_dim(y, product, number * _rows(x, groups), 0)
 
-        return _loop(groups, one, jnp.zeros((x.shape[0], weight.shape[2]), jnp.float32))
+        produced = weight.shape[3 - contracted]
+        return _loop(groups, one, jnp.zeros((x.shape[0], produced), jnp.float32))
 
     def ragged(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
         sizes = _sizes(x, groups, weight.shape[0])
-        return lax.ragged_dot(x, weight, sizes, preferred_element_type=jnp.float32)
+        turned = weight if contracted == 1 else jnp.swapaxes(weight, 1, 2)
+        return lax.ragged_dot(x, turned, sizes, preferred_element_type=jnp.float32)
 
     return lax.platform_dependent(x, weight, groups, cpu=by_block, default=ragged)
 

@@ -58,6 +58,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """What the default cover varies: every axis and option that changes how a step is computed. The
 first of each is the reference's."""
 
+EXPERT_CHOICES: dict[str, tuple[Any, ...]] = {
+    "mesh.expert": (1, 2, 4),
+    "layout.experts": ("[expert]", "[context]", "[expert,context]", "[context,tensor]"),
+}
+"""What it varies as well where the model has experts, instead of how queries meet keys and of
+collective matmul: those do not touch experts.
+"""
+
 TOGETHER = ("mesh.tensor", "layout.sequence_parallel", "layout.overlap")
 """Keys of CHOICES that say how activations move: any two values do not cover the third."""
 
@@ -65,6 +73,7 @@ ONE_DEVICE = (
     "device.cpu_devices=null",
     "mesh.dcn={}",
     *(f"mesh.{axis}=1" for axis in MESH_AXES),
+    "layout.experts=[expert]",
     "train.eval_batch_size=null",
     "precision.compute=f32",
     "precision.reduce=f32",
@@ -226,8 +235,8 @@ def synthetic_batch(config: Config) -> Batch:
 
 
 def pairwise_cover(config: Config) -> list[str]:
-    """Few layouts in which every two values of different keys of CHOICES meet at least once, and
-    all values of TOGETHER, as far as `config` and the devices allow; greedy, always the same,
+    """Few layouts in which every two values of different keys of `choices_for` meet at least once,
+    and all values of TOGETHER, as far as `config` and the devices allow; greedy, always the same,
     larger meshes first.
     """
     bits: dict[tuple[str, ...], int] = {}
@@ -243,22 +252,35 @@ def pairwise_cover(config: Config) -> list[str]:
     return cover
 
 
+def choices_for(config: Config) -> dict[str, tuple[Any, ...]]:
+    """CHOICES, or those of a model with experts."""
+    if config.model.experts is None:
+        return CHOICES
+    dropped = {"layout.context", "layout.overlap"}
+    if config.model.balance == "microbatch":  # a unit whose losses depend on them
+        dropped.add("train.microbatches")
+    kept = {key: values for key, values in CHOICES.items() if key not in dropped}
+    return kept | EXPERT_CHOICES
+
+
 def possible_layouts(config: Config) -> dict[str, list[str]]:
-    """Every combination of CHOICES that `config` and the devices allow, one device left out: the
-    layout, as overrides of the reference -> all its choices.
+    """Every combination of `choices_for` that `config` and the devices allow, one device left out:
+    the layout, as overrides of the reference -> all its choices.
     """
-    reference = override(config, *REFERENCE)
+    reference, choices = override(config, *REFERENCE), choices_for(config)
     layouts = {}
-    for values in reversed(list(product(*CHOICES.values()))):
-        value_of = dict(zip(CHOICES, values, strict=True))
+    for values in reversed(list(product(*choices.values()))):
+        value_of = dict(zip(choices, values, strict=True))
         devices = math.prod(value for key, value in value_of.items() if key.startswith("mesh."))
         unread = any(
-            value_of[axis] == 1 and value_of[key] != CHOICES[key][0]
+            value_of[axis] == 1 and value_of.get(key, CHOICES[key][0]) != CHOICES[key][0]
             for axis, key in (
                 ("mesh.context", "layout.context"),
                 ("mesh.pipe", "layout.schedule"),
             )
         )
+        alone = value_of["mesh.context"] == 1
+        unread |= alone and "context" in value_of.get("layout.experts", "")
         if unread or not 1 < devices <= jax.device_count():
             continue
         chosen = [f"{key}={value}" for key, value in value_of.items()]

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from meshwright.trainer import verify
 from runs import (
     SGD,
     SMALL,
     assert_same_gradients,
     assert_same_metrics,
     gradients,
+    make_config,
     reference_gradients,
     train,
 )
@@ -102,3 +104,13 @@ def test_the_bias_of_routers_is_the_same_on_any_mesh():
     bias = np.asarray(expected.router_bias)
     assert bias.shape == (2, 8) and len(np.unique(bias)) > 2
     np.testing.assert_array_equal(np.asarray(state.router_bias), bias)
+
+
+def test_verify_meets_experts_in_every_pair():
+    layouts = verify.pairwise_cover(make_config(*MOE))
+    for choice in ("mesh.expert=2", "mesh.expert=4"):
+        for experts in ("layout.experts=[expert,context]", "layout.experts=[context,tensor]"):
+            assert any({choice, experts} <= set(layout.split()) for layout in layouts)
+    assert not any("layout.overlap" in layout for layout in layouts)
+    batch_wide = make_config(*MOE, "model.balance=microbatch")
+    assert not any("microbatches" in layout for layout in verify.pairwise_cover(batch_wide))

@@ -75,7 +75,15 @@ SMALL_GROUPS = ("model.capacity=0.75", "model.routing_group=2", "model.balance=m
             MIXTRAL,
             f"mesh.fsdp=2 mesh.tensor=4 {NO_SEQUENCE} layout.experts=[tensor]",
         ),
-        (MIXTRAL, f"mesh.fsdp=4 mesh.tensor=2 {NO_SEQUENCE} layout.experts=[fsdp]"),
+        pytest.param(
+            MIXTRAL,
+            f"mesh.fsdp=4 mesh.tensor=2 {NO_SEQUENCE} layout.experts=[fsdp]",
+            marks=pytest.mark.slow,
+        ),
+        (
+            (*GSHARD, "model.random_second=true", "train.dropout=0.1", "model.layers=3"),
+            "mesh.pipe=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,tensor]",
+        ),
     ],
 )
 def test_every_way_to_share_experts_out_equals_one_device(kind, layout):
@@ -85,6 +93,15 @@ def test_every_way_to_share_experts_out_equals_one_device(kind, layout):
     assert_same_metrics(metrics, expected)
     assert_same_gradients(grads, expected_grads)
     assert metrics["expert_rounds"] > 0
+
+
+def test_stages_hold_layers_that_are_alike():
+    with pytest.raises(ValueError) as error:
+        make_config(*MOE, "model.dense_layers=1", "mesh.pipe=2")
+    assert str(error.value) == (
+        "model.dense_layers=1: the stages of mesh.pipe=2 hold layers that are alike; "
+        "write model.dense_layers=0"
+    )
 
 
 def test_unlimited_capacity_equals_dropless():

@@ -71,7 +71,9 @@ def test_the_cover_holds_every_pair_that_eight_devices_allow():
         assert 1 < math.prod(int(chosen[key]) for key in chosen if key.startswith("mesh.")) <= 8
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]
+)
 def test_every_layout_of_the_cover_equals_one_device(part):
     layouts = cover()[part::PARTS]
     results = list(verify.compare(make_config(*DEEP), layouts))

@@ -129,6 +129,7 @@ def on_devices(monkeypatch, config: Config, *mesh: str) -> Config:
         (),
         ("mesh.fsdp=2", "mesh.tensor=4"),
         ("mesh.data=4", "layout.zero=1"),
+        ("mesh.pipe=2", "mesh.fsdp=2", "mesh.tensor=2"),
     ],
 )
 def test_c01_a_run_goes_on_on_any_mesh(base, unbroken, monkeypatch, mesh):

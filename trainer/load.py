@@ -106,7 +106,7 @@ def presets() -> dict[str, Path]:
 
 def from_yaml(text: str, origin: str) -> Config:
     """The Config that `to_yaml` wrote. Raises ConfigError naming `origin`."""
-    return _build(_parse(text, origin), ())
+    return _build(parse(text, origin), ())
 
 
 def to_yaml(config: Config) -> str:
@@ -156,7 +156,7 @@ def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, 
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    tree = _parse(text, str(path))
+    tree = parse(text, str(path))
     if tree is None:  # an empty file: all defaults
         return {}
     if not isinstance(tree, dict):
@@ -175,10 +175,11 @@ def _layer(override: str) -> dict[str, Any]:
     names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"{override}: an override is written key=value, as in train.steps=100")
-    return reduce(lambda below, name: {name: below}, reversed(names), _parse(text, override))
+    return reduce(lambda below, name: {name: below}, reversed(names), parse(text, override))
 
 
-def _parse(text: str, origin: str) -> Any:
+def parse(text: str, origin: str) -> Any:
+    """The value that YAML text stands for. Raises ConfigError naming `origin`."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int before text

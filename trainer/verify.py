@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..sharding.config import MESH_AXES
 from .config import Config
 from .data.loader import token_order
 from .device import prepare_devices
-from .load import override
+from .load import override, parse
 from .placement import in_model_order, in_stage_order, model_order_shapes
 from .state import init_params, lay_out, named_leaves, sharded_shapes
 from .step import shard_loss_and_grads
@@ -268,6 +268,11 @@ def possible_layouts(config: Config) -> dict[str, list[str]]:
     the layout, as overrides of the reference -> all its choices.
     """
     reference, choices = override(config, *REFERENCE), choices_for(config)
+    parsed = {
+        f"{key}={value}": parse(str(value), key)
+        for key, values in choices.items()
+        for value in values
+    }
     layouts = {}
     for values in reversed(list(product(*choices.values()))):
         value_of = dict(zip(choices, values, strict=True))
@@ -285,14 +290,22 @@ def possible_layouts(config: Config) -> dict[str, list[str]]:
             continue
         chosen = [f"{key}={value}" for key, value in value_of.items()]
         changed = [choice for choice in chosen if choice not in REFERENCE]
-        if is_possible(reference, changed):
+        if is_possible(reference, {choice: parsed[choice] for choice in changed}):
             layouts[" ".join(changed)] = chosen
     return layouts
 
 
-def is_possible(config: Config, overrides: Sequence[str]) -> bool:
+def is_possible(config: Config, changes: dict[str, Any]) -> bool:
+    """Whether the config allows other values of some keys, `key=text` -> value: `override` without
+    the way through text, since thousands are asked for.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for change, value in changes.items():
+        section, name = change.partition("=")[0].split(".")
+        sections.setdefault(section, {})[name] = value
     try:
-        override(config, *overrides)
+        changed = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
+        replace(config, **changed)
     except ValueError:
         return False
     return True

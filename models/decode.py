@@ -85,7 +85,7 @@ def extend(
             o = attend_to(q, kept.k[number], kept.v[number], tokens_at, slots_at, mask, sink)
             return o, kept
 
-        routing = None if router_bias is None else Routing(router_bias[number - dense])
+        routing = Routing(router_bias).of_layer(number - dense)
         x, _, kept = block(
             p, x, segments, kernel, rotation, layout, config, number=number, routing=routing
         )

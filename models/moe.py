@@ -52,8 +52,8 @@ class Moe(nnx.Module):
 
 class Routing(NamedTuple):
     """What routers need beside tokens. bias [L, E], of one layer [E]: see `route`. In training,
-    token: what one token adds to a mean over the global batch's; rows [B]: keys by which second
-    experts are left out, None where none is.
+    token: what one token adds to a mean over the global batch's; rows [B, 2]: words of keys by
+    which second experts are left out, None where none is.
     """
 
     bias: jax.Array | None = None

@@ -19,15 +19,14 @@ from .config import ROUTE, RematConfig
 
 
 def scan_layers(layer: Callable[[Any, Any], Any], x: Any, layers: Any, remat: RematConfig) -> Any:
-    """x, an array or a tree of them, through `layer(x, p)` for each p of `layers` [L, ...], under
-    the policy.
+    """x, an array or a tree of them, through `layer(x, p)` for each p of `layers`, which
+    `group_layers` has made, under the policy.
 
     Where only each k-th layer is recomputed, layers are scanned in groups of k, the first k-1 of a
     group in a scan of their own: the program holds two layers, whatever L and k.
     """
     if remat.every == 1:
         return scan(recompute(layer, remat), x, layers)
-    groups = jax.tree.map(lambda a: a.reshape(-1, remat.every, *a.shape[1:]), layers)
 
     def first(x: Any, group: Any) -> Any:
         return scan(layer, x, jax.tree.map(lambda a: a[:-1], group))
@@ -38,7 +37,21 @@ def scan_layers(layer: Callable[[Any, Any], Any], x: Any, layers: Any, remat: Re
     # saved pieces of the stacked parameters would be a second copy of them
     first = jax.checkpoint(first, prevent_cse=False, policy=_all_but_slices)
     last = recompute(last, remat)
-    return scan(lambda x, group: last(first(x, group), group), x, groups)
+    return scan(lambda x, group: last(first(x, group), group), x, layers)
+
+
+def group_layers(layers: Any, remat: RematConfig) -> Any:
+    """[L, ...] -> [L/k, k, ...]; as they are where k is 1."""
+    if remat.every == 1:
+        return layers
+    return jax.tree.map(lambda a: a.reshape(-1, remat.every, *a.shape[1:]), layers)
+
+
+def ungroup_layers(groups: Any, remat: RematConfig) -> Any:
+    """What `group_layers` took, back again."""
+    if remat.every == 1:
+        return groups
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), groups)
 
 
 def scan(layer: Callable[[Any, Any], Any], x: Any, layers: Any) -> Any:

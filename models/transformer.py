@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from .dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop
 from .mlp import Mlp, swiglu
 from .moe import Moe, Routing, Tally, add_layer, empty_tally, log_tally, moe
 from .norms import rms_norm
-from .remat import scan_layers
+from .remat import group_layers, scan_layers
 from .rope import rotations
 from .vocab import Loss, cross_entropy_share
 
@@ -93,9 +92,12 @@ def embed(
         return drop(x, dropout, 0, EMBEDDING, layout)
 
 
-def stacks(params: Transformer) -> list[Block]:
-    """All blocks, in the order of the model: those that are alike are stacked."""
-    return [stack for stack in (params.dense_blocks, params.blocks) if stack is not None]
+def stacks(params: Transformer, remat: RematConfig) -> list[Block]:
+    """All blocks, in the order of the model, as `blocks` takes them: those that are alike are
+    stacked.
+    """
+    alike = [stack for stack in (params.dense_blocks, params.blocks) if stack is not None]
+    return [group_layers(stack, remat) for stack in alike]
 
 
 def blocks(
@@ -142,11 +144,11 @@ def blocks(
         return after, tally if tally is None or one is None else add_layer(tally, one, place)
 
     tally = None if config.experts is None else empty_tally(len(config.stacked), config)
-    counts = [len(jax.tree.leaves(stack)[0]) for stack in stacks]
-    held = jnp.arange(sum(counts)) if numbers is None else numbers
-    for stack, ends in zip(stacks, accumulate(counts), strict=True):
-        count = len(jax.tree.leaves(stack)[0])
-        x, tally = scan_layers(layer, (x, tally), (held[ends - count : ends], stack), remat)
+    lengths = [len(jax.tree.leaves(stack)[0]) * remat.every for stack in stacks]
+    held = jnp.arange(sum(lengths)) if numbers is None else numbers
+    for stack, length in zip(stacks, lengths, strict=True):
+        own, held = group_layers(held[:length], remat), held[length:]
+        x, tally = scan_layers(layer, (x, tally), (own, stack), remat)
     if tally is None:
         return x, jnp.zeros(()), {}
     return x, tally.balance + tally.partition, log_tally(tally, config)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..sharding.collectives import all_reduce, all_reduce_max
+from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
 from ..sharding.layout import Layout
-from ..sharding.linear import fused_linear, local_rows, row_products, vocab_part
+from ..sharding.linear import fused_linear, local_rows, row_products
 
 LOGITS_AT_ONCE = 2**22
 """f32 logits that exist at once on a device, 16 MiB; but those of SMALLEST_CHUNK tokens always."""
@@ -82,7 +82,7 @@ def _score(logits: jax.Array, rows: dict[str, jax.Array], *, layout: Layout, los
     columns, axes = logits.shape[1], layout.axes("vocab")
     weight = rows["weight"][:, None]
     capped = _cap(logits, loss.softcap)
-    column = vocab_part(layout) * columns + jnp.arange(columns)[None, :]
+    column = axis_index(axes, layout) * columns + jnp.arange(columns)[None, :]
     real = column < loss.vocab_size
     capped = jnp.where(real, capped, -jnp.inf)
 

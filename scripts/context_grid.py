@@ -68,12 +68,19 @@ def over_context(mode: str, devices: int, mask: Mask, recompute: bool) -> Any:
     def local(q: jax.Array, k: jax.Array, v: jax.Array, at: Tokens) -> jax.Array:
         at = context.gather_tokens(at, layout)
         kernel = block_kernel(mask, context.consecutive(q.shape[1], layout), largest=12)
-        attend = lambda q, k, v: context.attend(q, k, v, at, kernel, layout)  # noqa: E731
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return context.attend(q, k, v, at, kernel, layout)
+
         return (jax.checkpoint(attend) if recompute else attend)(q, k, v)
 
     cut = P(None, "context")
     mapped = jax.shard_map(local, mesh=layout.mesh, in_specs=cut, out_specs=cut, check_vma=False)
     return mapped, context.token_at(np.arange(TOKENS), TOKENS, layout)
+
+
+def deal_out(tree: Any, order: np.ndarray) -> Any:
+    return jax.tree.map(lambda a: a[:, order], tree)
 
 
 def differences() -> Iterator[tuple[str, float]]:
@@ -94,9 +101,9 @@ def differences() -> Iterator[tuple[str, float]]:
         for packing, lengths in DOCUMENTS.items():
             at = tokens_of(lengths)
             o, transpose = jax.vjp(plain(mask, at), *qkv)
-            dealt = jax.tree.map(lambda a: a[:, order], (qkv, do, at))  # noqa: B023
-            pairs = zip(found(*dealt), (o, *transpose(do)), strict=True)
-            worst = max(float(jnp.abs(a - b[:, order]).max() / jnp.abs(b).max()) for a, b in pairs)
+            expected = deal_out((o, *transpose(do)), order)
+            pairs = zip(found(*deal_out((qkv, do, at), order)), expected, strict=True)
+            worst = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
             yield (
                 f"{mode} of {devices}, {name}, {packing}, {kv_heads} of {HEADS} heads"
                 f"{', recomputed' if recompute else ''}",

@@ -95,6 +95,7 @@ def all_to_all_rows(tree, axes: Sequence[str], layout: Layout):
     return jax.tree.map(exchange, tree) if wide else tree
 
 
-def axis_index(axis: str, layout: Layout) -> jax.Array | int:
-    """This device's place along `axis`."""
-    return lax.axis_index(axis) if layout.size(axis) > 1 else 0
+def axis_index(axes: str | Sequence[str], layout: Layout) -> jax.Array | int:
+    """This device's place along the axes, the first one major."""
+    wide = _wide(axes, layout)
+    return lax.axis_index(wide) if wide else 0

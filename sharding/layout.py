@@ -63,7 +63,9 @@ class Layout:
         return tuple(axis for axis in self.axes(name) if axis in ZERO_AXES and name != "expert")
 
     def param_spec(self, axes: Sequence[str], stack: int = 0) -> P:
-        """Spec of a parameter whose last dims are `axes`, after `stack` dims of layers."""
+        """Spec of a parameter whose last dims are `axes`, after `stack` dims of layers,
+        the first of which stages cut.
+        """
         return self._spec(axes, stack, cut_by_zero=self.zero == 3)
 
     def accumulator_spec(self, axes: Sequence[str], stack: int = 0) -> P:
@@ -75,12 +77,13 @@ class Layout:
         return self._spec(axes, stack, cut_by_zero=self.zero >= 1)
 
     def _spec(self, axes: Sequence[str], stack: int, cut_by_zero: bool) -> P:
-        entries = [
-            tuple(
-                axis for axis in self.axes(name) if cut_by_zero or axis not in self.zero_axes(name)
-            )
-            for name in [*["layers"] * stack, *axes]
-        ]
+        def cut(name: str) -> tuple[str, ...]:
+            zero = () if cut_by_zero else self.zero_axes(name)
+            return tuple(axis for axis in self.axes(name) if axis not in zero)
+
+        entries = [cut(name) for name in axes]
+        if stack:
+            entries = [cut("layers"), *[()] * (stack - 1), *entries]
         used = [axis for entry in entries for axis in entry]
         if twice := {axis for axis in used if used.count(axis) > 1}:
             raise ValueError(

@@ -313,19 +313,11 @@ def _stages(layout: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in layout.axes("vocab") if axis != "tensor")
 
 
-def vocab_part(layout: Layout) -> jax.Array | int:
-    """Which part of a vocabulary table this device holds."""
-    part = 0
-    for axis in layout.axes("vocab"):
-        part = part * layout.size(axis) + axis_index(axis, layout)
-    return part
-
-
 def local_rows(ids: jax.Array, rows: int, layout: Layout) -> jax.Array:
     """Token ids as row numbers of this device's part of a vocabulary table; `rows`, one past it, if
     not there.
     """
-    row = ids - vocab_part(layout) * rows
+    row = ids - axis_index(layout.axes("vocab"), layout) * rows
     return jnp.where((row >= 0) & (row < rows), row, rows)
 
 

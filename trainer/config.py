@@ -532,6 +532,11 @@ class Config:
                 "train.halt_on_nan=true would end the run at an ordinary overflow of the loss "
                 "scale of precision.compute=f16; write train.halt_on_nan=false"
             )
+        if self.model.experts is None and self.layout.experts != ["expert"]:
+            raise ValueError(
+                f"layout.experts=[{', '.join(self.layout.experts)}] is not read by a model without "
+                f"experts; write model.experts=8 or leave it out"
+            )
         if (group := self.model.routing_group) and train.seq_len % group:
             raise ValueError(
                 f"train.seq_len={train.seq_len} is not a multiple of model.routing_group={group}"

@@ -98,7 +98,7 @@ def block_costs(config: Config, layout: Layout) -> Cost:
         def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
             def forward(params: Transformer, x: jax.Array) -> jax.Array:
                 model, remat = config.model, config.remat
-                return blocks(stacks(params), x, batch, layout, model, remat, dropout)[0]
+                return blocks(stacks(params, remat), x, batch, layout, model, remat, dropout)[0]
 
             x, backward = jax.vjp(forward, params, x)
             return backward(x)

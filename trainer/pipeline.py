@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ..models.batch import Batch
 from ..models.dropout import Dropout
 from ..models.moe import Routing
+from ..models.remat import group_layers, ungroup_layers
 from ..models.transformer import Block, Transformer, blocks, embed, head_share, join, split
 from ..models.vocab import Loss
 from ..sharding.gradients import scatter_gradients
@@ -55,6 +56,7 @@ def pipeline_gradients(
         return scatter_gradients(grads, specs(grads, before), specs(grads, after), layout)
 
     ends, stack = split(params)
+    stack = group_layers(stack, config.remat)
     stages = _stages(schedule, config, layout, loss, routing)
     totals = run_schedule(schedule, stages, ends, stack, pieces, layout, scatter, mark)
     marks = None
@@ -64,7 +66,8 @@ def pipeline_gradients(
             for tree, marks in zip((ends, stack), totals.marks, strict=True)
         )
         marks = jnp.stack(jax.tree.leaves(join(*by_leaf)), axis=1)
-    return join(totals.ends, totals.stack), _sums(totals), marks
+    stack = ungroup_layers(totals.stack, config.remat)
+    return join(totals.ends, stack), _sums(totals), marks
 
 
 def pipeline_sums(
@@ -80,7 +83,9 @@ def pipeline_sums(
     pieces = jax.tree.map(lambda a: a.reshape(count, rows // count, a.shape[2]), batch)
     schedule = forward_schedule(training.stages, count, training.chunks, training.placement)
     stages = _stages(schedule, config, layout, loss, routing)
-    return _sums(run_schedule(schedule, stages, *split(params), Piece(pieces), layout))
+    ends, stack = split(params)
+    stack = group_layers(stack, config.remat)
+    return _sums(run_schedule(schedule, stages, ends, stack, Piece(pieces), layout))
 
 
 def _stages(

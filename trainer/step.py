@@ -231,10 +231,8 @@ def data_positions(first: jax.Array, batch: Batch, layout: Layout) -> jax.Array:
     row.
     """
     pieces, rows = batch.tokens.shape[:2]
-    part, parts = 0, 1
-    for axis in layout.axes("batch"):
-        part = part * layout.size(axis) + axis_index(axis, layout)
-        parts *= layout.size(axis)
+    axes = layout.axes("batch")
+    part, parts = axis_index(axes, layout), layout.size(axes)
     row = jnp.arange(pieces)[:, None] * (parts * rows) + jnp.arange(rows)[None, :]
     return first + part * rows + row
 
@@ -253,7 +251,7 @@ def forward_share(
     dropout = None if piece.dropped is None else Dropout(config.train.dropout, piece.dropped)
     x = embed(params, piece.batch, layout, DTYPES[config.precision.compute], dropout)
     x, within, sums = blocks(
-        stacks(params),
+        stacks(params, config.remat),
         x,
         piece.batch,
         layout,

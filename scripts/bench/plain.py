@@ -22,7 +22,7 @@ from measure import Program, random_batch, stepper
 from meshwright.models.batch import Batch
 from meshwright.models.config import ModelConfig
 from meshwright.models.transformer import Block, Transformer
-from meshwright.sharding.layout import Layout, specs
+from meshwright.sharding.layout import Layout, spec_axes, specs
 from meshwright.trainer.config import Config
 from meshwright.trainer.optimizer import decayed
 from meshwright.trainer.schedule import learning_rate
@@ -95,8 +95,8 @@ def plain_sharded(config: Config, layout: Layout):
 
     def loss_and_grads(params: Transformer, rows: Batch):
         loss, grads = jax.value_and_grad(nll_share)(params, rows)
-        # every device has a share of the gradient of what no axis cuts, the norms' scales
-        grads = jax.tree.map(lambda g, cut: g if any(cut) else lax.psum(g, AXES), grads, cuts)
+        # over an axis that does not cut it every device has a share of the gradient
+        grads = jax.tree.map(lambda g, cut: lax.psum(g, uncut(cut)), grads, cuts)
         return lax.psum(loss, AXES), grads
 
     state = jax.eval_shape(lambda: init_plain(config))
@@ -118,6 +118,11 @@ def plain_sharded(config: Config, layout: Layout):
 
 
 AXES = ("fsdp", "tensor")
+
+
+def uncut(spec: P) -> list[str]:
+    """Which of AXES a spec does not name."""
+    return [axis for axis in AXES if axis not in spec_axes(spec)]
 
 
 def gather(weight: jax.Array, dim: int) -> jax.Array:

@@ -104,6 +104,15 @@ def test_stages_hold_layers_that_are_alike():
     )
 
 
+def test_a_dense_model_shares_no_experts_out():
+    with pytest.raises(ValueError) as error:
+        make_config(*SMALL, "layout.experts=[context]")
+    assert str(error.value) == (
+        "layout.experts=[context] is not read by a model without experts; "
+        "write model.experts=8 or leave it out"
+    )
+
+
 def test_unlimited_capacity_equals_dropless():
     unlimited = ("model.capacity=8.0", "model.routing_group=4")
     metrics, grads = gradients(*MOE, *unlimited, "mesh.expert=2")

@@ -8,10 +8,18 @@ import jax
 import numpy as np
 import pytest
 
+from meshwright.sharding.layout import is_param
+from meshwright.sharding.pipeline import executor
 from meshwright.trainer.generate import generate
 from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
 from meshwright.trainer.sampling import Sampling
-from meshwright.trainer.state import init_params, lay_out, named_leaves, sharded_shapes
+from meshwright.trainer.state import (
+    abstract_state,
+    init_params,
+    lay_out,
+    named_leaves,
+    sharded_shapes,
+)
 from meshwright.trainer.step import make_eval_step, make_train_step, step_shapes
 from meshwright.trainer.verify import synthetic_batch
 from runs import (
@@ -37,7 +45,11 @@ TIED = (*EIGHT, "model.tie_embeddings=true", "train.z_loss=0.01", "train.dropout
     [
         (TIED, "mesh.pipe=2 mesh.fsdp=4 train.microbatches=4"),  # C27
         (EIGHT, "mesh.pipe=8 train.microbatches=2"),  # C31, fewer micro-batches than stages
-        (EIGHT, "mesh.pipe=4 mesh.fsdp=2 train.microbatches=8 layout.zero=1"),
+        (
+            EIGHT,
+            "mesh.pipe=4 mesh.fsdp=2 train.microbatches=8 layout.zero=2 remat.policy=full "
+            "remat.every=2",
+        ),
         (TIED, "mesh.pipe=2 layout.schedule=interleaved layout.chunks=4 train.microbatches=4"),
         (SIX, "mesh.pipe=4 train.microbatches=4 mesh.context=2 layout.context=zigzag"),
         (SIX, "mesh.pipe=2 layout.schedule=interleaved mesh.tensor=2 train.microbatches=2"),
@@ -182,3 +194,24 @@ def test_activations_of_1f1b_do_not_grow_with_micro_batches_and_those_of_gpipe_d
 def test_what_cannot_be_is_refused_with_both_numbers(overrides, message):
     with pytest.raises(ValueError, match=message):
         make_config(*SMALL, *overrides)
+
+
+@pytest.mark.parametrize("remat", [(), ("remat.policy=full", "remat.every=2")], ids=["none", "2"])
+def test_no_weight_waits_in_a_buffer(monkeypatch, remat):
+    """B finds it in the parameters; the stash is activations alone, and scales of norms."""
+    found = []
+
+    def rows(tree, count):
+        if isinstance(tree, list):  # what F stashes
+            found.extend(leaf.shape for leaf in tree)
+        return make_rows(tree, count)
+
+    make_rows = executor._rows
+    monkeypatch.setattr(executor, "_rows", rows)
+    config = make_config(*SMALL, "model.layers=8", "train.seq_len=8", *remat, "mesh.pipe=2")
+    layout = lay_out(config, first_devices(config))
+    make_train_step(config, layout).lower(*step_shapes(config, layout))
+    params = jax.tree.leaves(abstract_state(config).params.blocks, is_leaf=is_param)
+    weights = {p.get_value().shape[-len(p.axes) :] for p in params if len(p.axes) > 1}
+    assert len(found) > 5
+    assert not [shape for shape in found for weight in weights if shape[-len(weight) :] == weight]

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from meshwright.models.batch import Batch
-from meshwright.models.config import RematConfig
 from meshwright.models.transformer import blocks, embed, stacks
 from meshwright.trainer.state import abstract_state, named_leaves
 from runs import SMALL, layout_on, make_config, random_params
@@ -29,12 +28,12 @@ def seen(batch, *overrides):
     """[B, S, S]: whether the output at a place (second dim) has a gradient by the input at another
     (third), through all blocks."""
     config = make_config(*SMALL, *overrides)
-    params, layout = random_params(config), layout_on()
+    params, layout, remat = random_params(config), layout_on(), config.remat
 
     def gradients(params, batch):
         x = embed(params, batch, layout, jnp.float32)
         _, transpose = jax.vjp(
-            lambda x: blocks(stacks(params), x, batch, layout, config.model, RematConfig())[0], x
+            lambda x: blocks(stacks(params, remat), x, batch, layout, config.model, remat)[0], x
         )
         at = jnp.eye(TOKENS).reshape(TOKENS, 1, TOKENS, 1)
         return jax.vmap(lambda at: transpose(jnp.broadcast_to(at, x.shape))[0])(at)
@@ -66,11 +65,11 @@ def test_a_document_is_the_same_wherever_it_stands():
     batch = tokens_of_documents((6, 6))
     ids = np.concatenate([batch.tokens[:, :6]] * 2, axis=1)
     batch = Batch(ids, ids, batch.weights, batch.positions, batch.segments)
-    layout, params = layout_on(), random_params(config)
+    layout, params, remat = layout_on(), random_params(config), config.remat
 
     def run(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        return blocks(stacks(params), x, batch, layout, config.model, RematConfig())[0]
+        return blocks(stacks(params, remat), x, batch, layout, config.model, remat)[0]
 
     first, second = np.split(np.asarray(jax.jit(run)(params, batch)), 2, axis=1)
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-6 * np.abs(first).max())

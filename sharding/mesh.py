@@ -5,6 +5,7 @@ slices.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ from jax.sharding import AxisType, Mesh
 from .config import MESH_AXES, MeshConfig
 from .rules import mesh_sizes
 
+PATIENCE = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 600,
+}
+"""XLA's flags for how long simulated devices wait for one another. Its own 20 and 40 seconds abort
+the process where few cores take turns at long rows, or a laptop sleeps."""
+
 
 def simulate_devices(count: int) -> None:
     """Make this process's CPU look like `count` devices, which JAX then reports.
@@ -22,6 +30,9 @@ def simulate_devices(count: int) -> None:
     Call it before anything asks JAX for devices: in a notebook, right after the import. Raises
     ValueError with the reason if JAX has started already with other devices in this process.
     """
+    flags = os.environ.get("XLA_FLAGS", "")
+    added = (f"--{flag}={seconds}" for flag, seconds in PATIENCE.items() if flag not in flags)
+    os.environ["XLA_FLAGS"] = " ".join((flags, *added)).strip()
     # JAX refuses the second setting once its backend is up; that is fine where it is up with the
     # same devices
     with contextlib.suppress(RuntimeError):

@@ -8,8 +8,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 from hypothesis import settings
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+from meshwright.sharding.mesh import simulate_devices
+
+simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The same examples in every run, so that a red test can be run again.

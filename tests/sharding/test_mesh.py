@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -96,6 +97,15 @@ def test_dcn_of_one_slice_is_the_plain_mesh():
 def test_simulating_what_is_there_already_is_no_error():
     simulate_devices(8)
     assert jax.device_count() == 8
+
+
+def test_devices_wait_for_one_another_but_as_long_as_the_user_says(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=7")
+    simulate_devices(8)
+    assert sorted(os.environ["XLA_FLAGS"].split()) == [
+        "--xla_cpu_collective_call_terminate_timeout_seconds=7",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    ]
 
 
 def test_simulating_refuses_with_the_reason_where_jax_is_up():

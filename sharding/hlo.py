@@ -47,7 +47,8 @@ class Collective:
     dtype: of what travels; bf16+f32 where a combined collective has both.
     sent: bytes that a device sends each time; of a ragged all-to-all, whose sizes are data, what a
     balanced one sends.
-    times: executions, None where the text does not say how often a loop runs.
+    times: executions. at_least: in a loop whose length the text does not say; it is counted as one
+    round each time the program comes to it.
     scope: its `jax.named_scope` path.
     overlapped: begun and ended by two instructions with computation between them. Otherwise it is
     exposed: its devices wait for it.
@@ -57,7 +58,8 @@ class Collective:
     axes: tuple[str, ...] | None
     dtype: str
     sent: int
-    times: int | None
+    times: int
+    at_least: bool
     scope: str
     overlapped: bool
 
@@ -93,13 +95,14 @@ Computations = Mapping[str, Computation]
 
 
 class Execution(NamedTuple):
-    """An instruction on one path through the program. scope: of what called its computation.
-    hidden: it, or what called it, is overlapped.
+    """An instruction on one path through the program. times, at_least: see Collective. scope: of
+    what called its computation. hidden: it, or what called it, is overlapped.
     """
 
     instruction: Instruction
     computation: str
-    times: int | None
+    times: int
+    at_least: bool
     scope: str
     hidden: bool
 
@@ -221,7 +224,8 @@ def bits(dtype: str) -> int:
 def executions(
     computations: Computations,
     name: str,
-    times: int | None = 1,
+    times: int = 1,
+    at_least: bool = False,
     scope: str = "",
     hidden: bool = False,
 ) -> Iterator[Execution]:
@@ -229,17 +233,17 @@ def executions(
     computation = computations[name]
     for instruction in computation.values():
         inside = hidden or is_overlapped(instruction, computation, computations)
-        yield Execution(instruction, name, times, scope, inside)
+        yield Execution(instruction, name, times, at_least, scope, inside)
         for callee, count in calls(instruction, computation, computations):
-            product = None if times is None or count is None else times * count
+            product, more = times * (1 if count is None else count), at_least or count is None
             inner = scope_of(instruction) or scope
-            yield from executions(computations, callee, product, inner, inside)
+            yield from executions(computations, callee, product, more, inner, inside)
 
 
 def calls(
     instruction: Instruction, computation: Computation, computations: Computations
 ) -> list[tuple[str, int | None]]:
-    """The computations that an instruction calls, and how often each."""
+    """The computations that an instruction calls, and how often each; None: not known."""
     found = re.findall(
         r"\b(body|condition|calls|to_apply|\w+_computations?)=\{?((?:%[\w.-]+(?:, )?)+)",
         instruction.attributes,
@@ -430,6 +434,7 @@ def read_collective(
         dtype="+".join(sorted({array.dtype for array in given})),
         sent=sent_bytes(kind, held, groups.shape[1]),
         times=execution.times,
+        at_least=execution.at_least,
         scope=scope,
         overlapped=execution.hidden,
     )

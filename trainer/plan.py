@@ -41,13 +41,15 @@ class Held:
 @dataclass(frozen=True)
 class Moved:
     """What one device sends in a step by one kind of collective over some mesh axes (None: not
-    those of the mesh). exposed: the part not overlapped with computation. formula: see traffic.py.
+    those of the mesh). at_least: some of it in loops whose length follows from data, counted as one
+    round. exposed: the part not overlapped with computation. formula: see traffic.py.
     """
 
     axes: tuple[str, ...] | None
     kind: str
     dtypes: tuple[str, ...]
     times: int
+    at_least: bool
     sent: int
     exposed: int
     formula: int
@@ -96,11 +98,6 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
     # CPU sends bf16 as f32, in place of devices that would not
     asked = lowered.as_text(debug_info=True) if devices[0].platform == "cpu" else None
     program = read_program(compiled.as_text() or "", layout.mesh.shape, asked)
-    endless = [
-        f"{each.kind} of {each.scope}, in a loop of unknown length, counted once"
-        for each in program.collectives
-        if each.times is None
-    ]
     moved = tuple(movements(program.collectives, config, layout))
     analysis: Any = compiled.memory_analysis()
     arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
@@ -113,7 +110,7 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
         held=tuple(holdings(config, layout)),
         moved=moved,
         unexplained=sum(max(0, row.sent - row.formula) for row in moved),
-        unknown=(*program.unknown, *endless),
+        unknown=program.unknown,
         memory=Memory(
             arguments,
             temporaries,
@@ -185,17 +182,13 @@ def movements(collectives: Sequence[Collective], config: Config, layout: Layout)
             axes=axes,
             kind=kind,
             dtypes=tuple(sorted({dtype for each in found for dtype in each.dtype.split("+")})),
-            times=sum(times(each) for each in found),
-            sent=sum(each.sent * times(each) for each in found),
-            exposed=sum(each.sent * times(each) for each in found if not each.overlapped),
+            times=sum(each.times for each in found),
+            at_least=any(each.at_least for each in found),
+            sent=sum(each.sent * each.times for each in found),
+            exposed=sum(each.sent * each.times for each in found if not each.overlapped),
             formula=round(sum(each.sent for each in known)),
             why=tuple(dict.fromkeys(each.what for each in known)),
         )
-
-
-def times(collective: Collective) -> int:
-    """Once where the program does not say how often; `make_plan` tells."""
-    return 1 if collective.times is None else collective.times
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -218,11 +211,14 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     for moved in plan.moved:
         axes = "no axes of the mesh" if moved.axes is None else " · ".join(moved.axes)
         name = f"{axes}: {moved.kind} {' '.join(moved.dtypes)}"
+        times = f"{'≥' * moved.at_least}{moved.times:,}"
         yield (
-            f"{name:<36}{moved.times:>7,}{moved.sent:>16,}{moved.formula:>16,}{moved.exposed:>16,}"
+            f"{name:<36}{times:>7}{moved.sent:>16,}{moved.formula:>16,}{moved.exposed:>16,}"
             f"  {', '.join(moved.why)}"
         )
     yield f"{'unexplained':<36}{'':7}{plan.unexplained:>16,}"
+    if any(moved.at_least for moved in plan.moved):
+        yield "≥: in loops whose length follows from data, each counted as one round"
     for line in plan.unknown:
         yield f"not understood: {line}"
     yield ""

@@ -120,15 +120,22 @@ def test_loops_multiply_and_scopes_are_told():
     assert "attention" not in permute.scope
 
 
-def test_a_loop_whose_end_is_data_has_no_count():
-    def run(x):
+def test_a_loop_whose_end_is_data_counts_as_one_round():
+    """In each of five rounds of the loop around it."""
+
+    def run(x, _):
         def goes_on(x):
             return lax.pmax(x.sum(), "tensor") < 10
 
-        return lax.while_loop(goes_on, lambda x: all_reduce(x, "data", layout()) + 1, x)
+        x = lax.while_loop(goes_on, lambda x: all_reduce(x, "data", layout()) + 1, x)
+        return all_reduce(x, "fsdp", layout()) / 2, None
 
-    found = read(run, ones(4))
-    assert {(c.axes, c.times) for c in found} == {(("tensor",), None), (("data",), None)}
+    found = read(lambda x: lax.scan(run, x, None, 5)[0], ones(4))
+    assert sorted((c.axes, c.times, c.at_least) for c in found) == [
+        (("data",), 5, True),
+        (("fsdp",), 5, False),
+        (("tensor",), 5, True),
+    ]
 
 
 def test_every_branch_of_a_conditional_counts():
@@ -393,7 +400,9 @@ def test_trips_follow_from_the_condition(edits, times):
     program = read_program(text, N8)
     assert program.unknown == ()
     (found,) = program.collectives
-    assert essence([found]) == [("collective-permute", ("tensor",), "bf16", 2**19, times)]
+    count = times if times is not None else 1
+    assert essence([found]) == [("collective-permute", ("tensor",), "bf16", 2**19, count)]
+    assert found.at_least == (times is None)
     assert found.scope == "jit(f)/while/body/ppermute"
 
 

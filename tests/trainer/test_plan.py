@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -14,7 +16,7 @@ from meshwright.trainer import plan as plans
 from meshwright.trainer.cli import main
 from meshwright.trainer.load import load, override, to_yaml
 from meshwright.trainer.memory import memory_table
-from meshwright.trainer.plan import make_plan
+from meshwright.trainer.plan import describe_plan, make_plan
 from meshwright.trainer.target import on_simulated_devices
 from runs import SMALL, first_devices, make_config
 
@@ -271,14 +273,24 @@ def test_what_the_compiler_refuses_is_one_line(small_config, tmp_path, capsys, m
 
 
 def test_a_loop_of_unknown_length_is_said(small_config, monkeypatch):
-    endless = Collective("all-gather", ("fsdp",), "f32", 7, None, "a/b", False)
-    monkeypatch.setattr(plans, "read_program", lambda *_: Program((endless, endless), ()))
-    monkeypatch.setattr(plans, "compile_step", lambda *_: (mock.MagicMock(), mock.MagicMock()))
-    plan = make_plan(small_config, jax.devices())
-    (row,) = (row for row in plan.moved if row.sent)
-    assert (row.times, row.sent) == (2, 14)
-    line = "all-gather of a/b, in a loop of unknown length, counted once"
-    assert plan.unknown == (line, line)
+    endless = Collective("all-gather", ("fsdp",), "f32", 7, 3, True, "a/b", False)
+    whole = replace(endless, at_least=False)
+    compiled = mock.MagicMock()
+    compiled.memory_analysis.return_value = SimpleNamespace(
+        argument_size_in_bytes=1, temp_size_in_bytes=2
+    )
+    monkeypatch.setattr(plans, "compile_step", lambda *_: (mock.MagicMock(), compiled))
+    for found, times, said in (
+        ((endless, whole), "≥6", True),
+        ((whole, whole), " 6", False),
+    ):
+        monkeypatch.setattr(plans, "read_program", lambda *_, found=found: Program(found, ()))
+        plan = make_plan(small_config, jax.devices())
+        (row,) = (row for row in plan.moved if row.sent)
+        assert (row.times, row.sent, row.at_least) == (6, 42, said)
+        lines = list(describe_plan(plan))
+        assert any(line.startswith("fsdp: all-gather") and times in line for line in lines)
+        assert any(line.startswith("≥: in loops whose length") for line in lines) == said
 
 
 def test_an_unknown_target_is_one_line(capsys):
@@ -306,3 +318,15 @@ def test_what_experts_send_is_what_the_formula_says():
     assert (row.axes, row.sent) == (("expert",), sent // 2)
     assert plan.unexplained == 0 and plan.unknown == ()
     assert all(row.sent == row.formula for row in plan.moved)
+
+
+def test_dropless_experts_send_one_round_a_layer_that_is_known_of():
+    """C = 1.25·T·k/P rows of a pair, and none kept: the backward pass sends a row again, its gate
+    and its expert's number with it, then two gradients of a row and one of its gate."""
+    _, plan = plan_of("mesh.expert=4", "mesh.fsdp=2", "model.experts=4", "remat.policy=full")
+    (row,) = (row for row in plan.moved if row.kind == "all-to-all")
+    rows, layers = 4 * 20, 2  # of 32 tokens, two choices each
+    sent = layers * rows * (5 * 16 * 4 + 2 * 8 + 4) * 3 // 4
+    assert (row.axes, row.times, row.at_least) == (("expert",), 10 * layers, True)
+    assert row.sent == row.formula == sent
+    assert (plan.unexplained, plan.unknown) == (0, ())

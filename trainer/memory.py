@@ -34,7 +34,8 @@ UNNAMED, BLOCK_INPUT = "without a name", "block.input"
 class Cost(NamedTuple):
     """Of one device and one micro-batch, over all layers. saved: bytes kept for the backward pass,
     by name. on_host: how many of them are offloaded. flops: of all matrix products, forward and
-    backward, those of hidden pairs of attention blocks too.
+    backward, those of hidden pairs of attention blocks too; of experts one round, with every row
+    that there is room for.
     """
 
     saved: Counter[str]
@@ -169,7 +170,7 @@ def origin(program: Jaxpr, var: Any) -> tuple[str, bool]:
 
 def matrix_flops(program: Jaxpr) -> int:
     """2 FLOPs for each multiplication and addition of every matrix product that `program` runs; of
-    the branches of a condition, the dearest.
+    the branches of a condition, the dearest; of a loop whose length follows from data, one round.
     """
     total = 0
     for eqn in program.eqns:
@@ -179,6 +180,10 @@ def matrix_flops(program: Jaxpr) -> int:
             left: Any = eqn.invars[0].aval
             out: Any = eqn.outvars[0].aval
             total += 2 * math.prod(out.shape) * math.prod(left.shape[dim] for dim in contracted)
+        elif eqn.primitive.name == "ragged_dot_general":  # rows times one of many matrices each
+            rows: Any = eqn.invars[0].aval
+            product: Any = eqn.outvars[0].aval
+            total += 2 * math.prod(rows.shape) * product.shape[-1]
         elif eqn.primitive.name == "cond":
             total += max(inner)
         else:

@@ -72,6 +72,18 @@ def test_bytes_by_name_and_flops_are_the_formulas(small_config, plain, overrides
     assert found.flops - plain.flops == LAYERS * again
 
 
+def test_experts_count_by_the_rows_that_they_have_room_for(small_config):
+    """A token's two choices, of experts half as wide as the MLP, and blocks that are not full."""
+    experts = "model.experts=4", "model.expert_d_ff=12"
+    again = (
+        cost(small_config, *experts, "remat.policy=full").flops - cost(small_config, *experts).flops
+    ) / LAYERS
+    router = 2 * ROWS * TOKENS // 2 * D * 4
+    gate_and_up = 2 * (2 * ROWS * TOKENS) * D * 2 * 12 // 2
+    rest = CORE + LINEAR - 2 * ROWS * TOKENS * D * 2 * FF // 2 + router
+    assert gate_and_up <= again - rest <= 1.5 * gate_and_up
+
+
 def test_every_name_of_the_config_is_one_of_the_model():
     assert set(get_args(Saved)) == set(BYTES)
 

@@ -48,6 +48,7 @@ def simulate_devices(count: int) -> None:
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config` over `devices` (default: all): every axis there is, all of type Auto.
+    One may be longer than the side of a torus, as tensor=8 of 4×4×4 chips.
 
     With `mesh.dcn`, an axis of size a with dcn d has d slices (hosts, where devices belong to no
     slice) as its slow, outer part and a/d devices inside each. Raises ValueError when the sizes do
@@ -56,23 +57,31 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else list(devices)
     sizes = mesh_sizes(config, len(devices))
     types = (AxisType.Auto,) * len(MESH_AXES)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
     if not config.dcn:
-        return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=types, devices=devices)
+        if slices > 1:
+            raise ValueError(
+                f"mesh.dcn={{}}: the {len(devices)} devices are in {slices} slices; "
+                f"write mesh.dcn={{data: {slices}}}"
+            )
+        grid = mesh_utils.create_device_mesh(
+            list(sizes.values()), devices, allow_split_physical_axes=True
+        )
+        return Mesh(grid, MESH_AXES, axis_types=types)
     outer = {axis: config.dcn.get(axis, 1) for axis in MESH_AXES}
-    for axis, slices in outer.items():
-        if sizes[axis] % slices:
-            raise ValueError(f"mesh.dcn.{axis}={slices} does not divide mesh.{axis}={sizes[axis]}")
-    by_host = len({getattr(device, "slice_index", None) for device in devices}) == 1
+    for axis, parts in outer.items():
+        if sizes[axis] % parts:
+            raise ValueError(f"mesh.dcn.{axis}={parts} does not divide mesh.{axis}={sizes[axis]}")
     try:
         grid = mesh_utils.create_hybrid_device_mesh(
             [sizes[axis] // outer[axis] for axis in MESH_AXES],
             list(outer.values()),
             devices,
-            process_is_granule=by_host,
+            process_is_granule=slices == 1,
             should_sort_granules_by_key=True,
             allow_split_physical_axes=True,
         )
     except (ValueError, NotImplementedError) as error:
-        written = ", ".join(f"{axis}: {slices}" for axis, slices in config.dcn.items())
+        written = ", ".join(f"{axis}: {parts}" for axis, parts in config.dcn.items())
         raise ValueError(f"mesh.dcn={{{written}}}: {error}") from None
     return Mesh(grid, MESH_AXES, axis_types=types)

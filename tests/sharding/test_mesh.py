@@ -31,6 +31,14 @@ class Chip:
         return (self.id % 2, self.id // 2 % 2, 0)
 
 
+class Torus(Chip):
+    """One of a slice of 4 × 4."""
+
+    @property
+    def coords(self):
+        return (self.id % 4, self.id // 4, 0)
+
+
 TWO_SLICES = [Chip(i, slice_index=i // 4) for i in range(8)]
 
 
@@ -87,6 +95,24 @@ def test_dcn_that_the_slices_do_not_allow(config, message):
     with pytest.raises(ValueError, match=message) as error:
         make_mesh(config, TWO_SLICES)
     assert "\n" not in str(error.value)
+
+
+def test_several_slices_need_dcn():
+    with pytest.raises(ValueError) as error:
+        make_mesh(MeshConfig(data=4, tensor=2), TWO_SLICES)
+    assert str(error.value) == (
+        "mesh.dcn={}: the 8 devices are in 2 slices; write mesh.dcn={data: 2}"
+    )
+
+
+def test_an_axis_may_be_longer_than_the_side_of_a_torus():
+    """tensor=8 on 4 × 4 chips is two rows of them."""
+    torus = [Torus(i) for i in range(16)]
+    grid = make_mesh(MeshConfig(data=2, tensor=8), torus).devices.reshape(2, 8)
+    rows = [{chip.coords[0] // 2 for chip in group} for group in grid]
+    columns = [{chip.coords[1] // 2 for chip in group} for group in grid]
+    assert {len(found) for found in rows} == {1} or {len(found) for found in columns} == {1}
+    assert {chip.id for chip in grid.flat} == set(range(16))
 
 
 def test_dcn_of_one_slice_is_the_plain_mesh():

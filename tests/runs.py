@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import jax
@@ -154,9 +154,13 @@ def assert_same_metrics(metrics, expected, rtol=1e-5):
             np.testing.assert_allclose(metrics[name], value, rtol=rtol, err_msg=name)
 
 
-def run_steps(config: Config, batches: Iterable[Batch]):
+def run_steps(
+    config: Config,
+    batches: Iterable[Batch],
+    between: Callable[[State], object] = lambda state: None,
+):
     """Metrics of each update on the host, and the last state on its devices. The first has
-    `random_params`."""
+    `random_params`. between: is shown the state after each update."""
     layout = lay_out(config, first_devices(config))
     whole = model_order_shapes(config, layout)
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), whole)
@@ -168,6 +172,7 @@ def run_steps(config: Config, batches: Iterable[Batch]):
     for batch in batches:
         state, metrics = step(state, place(batch, config, layout))
         history.append({name: jax.device_get(value).tolist() for name, value in metrics.items()})
+        between(state)
     return history, state
 
 

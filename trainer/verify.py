@@ -59,7 +59,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 first of each is the reference's."""
 
 EXPERT_CHOICES: dict[str, tuple[Any, ...]] = {
-    "mesh.expert": (1, 2, 4),
+    "mesh.expert": (1, 2, 4, 8),
     "layout.experts": ("[expert]", "[context]", "[expert,context]", "[context,tensor]"),
 }
 """What it varies as well where the model has experts, instead of how queries meet keys and of

@@ -48,9 +48,9 @@ def config_of(name: str, *overrides: str):
 
 
 @functools.cache
-def recorded_gradients():
+def recorded_gradients(*model: str):
     """Twenty of random scales from 1e-3 to 10, each with whole rows and whole leaves of zeros."""
-    rng, shapes = np.random.default_rng(3), abstract_state(config_of("sgd")).params
+    rng, shapes = np.random.default_rng(3), abstract_state(config_of("sgd", *model)).params
 
     def gradient(param):
         value = rng.normal(size=param.get_value().shape).astype(np.float32)
@@ -85,7 +85,7 @@ def state_after_updates(name: str, *overrides: str) -> State:
         update, in_shardings=(*kept, of_grads), out_shardings=kept, donate_argnums=(0, 1)
     )
     params, opt = state.params, state.opt
-    for grads in recorded_gradients():
+    for grads in recorded_gradients(*(key for key in overrides if key.startswith("model."))):
         params, opt = jitted(params, opt, jax.device_put(grads, of_grads))
     return replace(state, params=params, opt=opt)
 
@@ -93,12 +93,23 @@ def state_after_updates(name: str, *overrides: str) -> State:
 EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.ema=0.8")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_recorded_gradients_give_the_same_parameters_in_two_layouts(name):
-    one = state_after_updates(name, "optimizer.ema=0.8")
-    eight = state_after_updates(name, *EIGHT)
+EXPERTS = ("model.bias=qkv", "model.experts=8", "model.shared_experts=1")
+APART = ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", "optimizer.ema=0.8", *EXPERTS)
+OF_MATRICES = ("muon", "adafactor")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout"),
+    [
+        *((name, (), EIGHT) for name in OPTIMIZERS),
+        *((name, EXPERTS, APART) for name in OF_MATRICES),
+    ],
+)
+def test_recorded_gradients_give_the_same_parameters_in_two_layouts(name, model, layout):
+    one = state_after_updates(name, "optimizer.ema=0.8", *model)
+    eight = state_after_updates(name, *layout)
     assert len(jax.tree.leaves(eight.params)[0].sharding.device_set) == 8
-    first = named_leaves(random_params(config_of(name)))
+    first = named_leaves(random_params(config_of(name, *model)))
     found = {"params": eight.params, "average": eval_params(eight)}
     for tree, expected in (("params", one.params), ("average", eval_params(one))):
         for path, leaf in jax.device_get(named_leaves(expected)).items():
@@ -117,10 +128,13 @@ def test_rows_that_pad_the_vocabulary_stay_zero(name):
         assert not np.asarray(table.get_value())[257:].any()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_keeps_its_shardings(name):
-    config = config_of(name, *EIGHT)
-    state = state_after_updates(name, *EIGHT)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*((name, EIGHT) for name in OPTIMIZERS), *((name, APART) for name in OF_MATRICES)],
+)
+def test_the_state_keeps_its_shardings(name, layout):
+    config = config_of(name, *layout)
+    state = state_after_updates(name, *layout)
     expected = state_shardings(abstract_state(config), lay_out(config))
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

@@ -57,7 +57,10 @@ def attempt(step, state, batch, config):
     return state, jax.device_get(state), jax.device_get(metrics)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [*MESHES, "mesh.fsdp=2 mesh.expert=4 model.experts=4 model.balance_bias=0.01"],
+)
 def test_c10_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
     config = make_config(*SMALL, *mesh.split(), "optimizer.ema=0.9")
     one, two, poisoned, four = batches(config, 4)
@@ -144,10 +147,21 @@ def test_a_power_of_two_scales_the_loss_and_nothing_else(scale):
 
 
 @pytest.mark.parametrize(("compute", "rounding"), [("bf16", 2**-8), ("f16", 2**-11)])
-@pytest.mark.parametrize("mesh", ["mesh.data=1", "mesh.data=2 mesh.fsdp=2 mesh.tensor=2"])
-def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, rounding, mesh):
-    metrics, grads = gradients(*SMALL, *mesh.split(), f"precision.compute={compute}")
-    expected, expected_grads = gradients(*SMALL)
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        ("mesh.data=1", ()),
+        ("mesh.data=2 mesh.fsdp=2 mesh.tensor=2", ()),
+        # all of them: rounding would choose others
+        (
+            "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
+            ("model.experts=4", "model.experts_per_token=4"),
+        ),
+    ],
+)
+def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, rounding, mesh, model):
+    metrics, grads = gradients(*SMALL, *model, *mesh.split(), f"precision.compute={compute}")
+    expected, expected_grads = gradients(*SMALL, *model)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=rounding)
     for name, leaf in expected_grads.items():
         error = np.abs(grads[name] - leaf).max() / np.abs(leaf).max()

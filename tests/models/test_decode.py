@@ -16,6 +16,7 @@ from meshwright.models.batch import Batch
 from meshwright.models.decode import empty_cache, extend
 from meshwright.sharding.layout import specs
 from meshwright.sharding.rules import ZERO_AXES
+from meshwright.trainer.load import override
 from meshwright.trainer.precision import DTYPES
 from meshwright.trainer.state import lay_out
 from runs import SMALL, first_devices, make_config, random_params, shard_map
@@ -25,10 +26,10 @@ LENGTHS = np.array([1, 5, 6, 15, 9, 3, 10, 14], np.int32)
 TEXT = np.random.default_rng(0).integers(0, 257, (8, PIECE * PIECES + STEPS), dtype=np.int32)
 
 
-def feed(params, text, lengths, *, layout, config):
+def feed(params, text, lengths, *, layout, config, router_bias=None):
     """Logits after each piece of the prompts, [PIECES, B, V], and after each of STEPS further
     tokens, [STEPS, B, V], with the cache at the end."""
-    run = partial(extend, params, layout=layout, config=config.model)
+    run = partial(extend, params, layout=layout, config=config.model, router_bias=router_bias)
 
     def piece(cache, start):
         place = (start + jnp.arange(PIECE))[None]
@@ -48,12 +49,12 @@ def feed(params, text, lengths, *, layout, config):
     return prompt, continuation, cache
 
 
-def compiled(config):
+def compiled(config, router_bias=None):
     layout = lay_out(config, first_devices(config))
     params = random_params(config)
     rows, kept = P(ZERO_AXES), P(None, ZERO_AXES)
     run = shard_map(
-        partial(feed, layout=layout, config=config),
+        partial(feed, layout=layout, config=config, router_bias=router_bias),
         layout,
         (specs(params, layout.param_spec), rows, rows),
         (kept, kept, P(None, ZERO_AXES, "tensor")),
@@ -61,11 +62,12 @@ def compiled(config):
     return partial(run, params)
 
 
-def expected(config):
+def expected(config, params=None):
     """What `feed` gives, and which of the first are of rows that had a token in that piece."""
+    params = random_params(config) if params is None else params
     place = np.broadcast_to(np.arange(TEXT.shape[1], dtype=np.int32), TEXT.shape)
     batch = Batch(TEXT, TEXT, np.ones(TEXT.shape, np.float32), place, 0 * place)
-    whole = jax.jit(partial(reference.logits, model=config.model))(random_params(config), batch)
+    whole = jax.jit(partial(reference.logits, model=config.model))(params, batch)
     ends = PIECE * np.arange(1, PIECES + 1)[:, None]
     row = np.arange(len(TEXT))
     prompt = np.asarray(whole)[row, np.minimum(LENGTHS, ends) - 1]
@@ -89,6 +91,14 @@ ODD = (
     "model.head_dim=6",
     "train.batch_size=12",
 )
+EXPERTS = ("model.experts=8", "model.experts_per_token=2", "model.shared_experts=1")
+SIGMOID = (
+    *EXPERTS,
+    "model.dense_layers=1",
+    "model.router_scores=sigmoid",
+    "model.expert_groups=4",
+    "model.groups_per_token=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +106,8 @@ ODD = (
     [
         ((), ()),
         ((), ("mesh.data=8",)),
+        (EXPERTS, ("mesh.expert=2", "mesh.tensor=4", "layout.experts=[expert,tensor]")),
+        (SIGMOID, ("mesh.fsdp=2", "mesh.expert=4")),
         (RICH, ("mesh.data=2", "mesh.tensor=4", "layout.zero=2")),
         (TIED, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")),
         (ODD, ("mesh.fsdp=4", "mesh.tensor=2")),
@@ -111,6 +123,28 @@ def test_equals_the_whole_text_fed_again(model, layout):
         (continuation, right_continuation),
     ):
         np.testing.assert_allclose(logits / scale, right / scale, rtol=0, atol=2e-6)
+
+
+def test_capacity_drops_no_token_of_a_continuation():
+    """It is training's: with it the same text would lose half of its choices."""
+    limited = ("model.capacity=0.5", "model.routing_group=8")
+    config = make_config(*SMALL, *EXPERTS, *limited, "layout.sequence_parallel=false")
+    _, continuation, _ = compiled(config)(TEXT, LENGTHS)
+    right = expected(override(config, "model.capacity=null", "model.routing_group=null"))[1]
+    np.testing.assert_allclose(continuation, right, rtol=0, atol=2e-6 * np.abs(right).max())
+
+
+def test_the_bias_of_routers_chooses_and_does_not_weigh():
+    """One that leaves a token two experts is a model of these two."""
+    config = make_config(*SMALL, "model.experts=8", "layout.sequence_parallel=false")
+    bias = jnp.zeros((2, 8)).at[:, jnp.array([2, 5])].set(100.0)
+    _, continuation, _ = compiled(config, bias)(TEXT, LENGTHS)
+    params = random_params(config)
+    for name, dim in (("router", -1), ("gate", 1), ("up", 1), ("down", 1)):
+        param = getattr(params.blocks.mlp, name)
+        setattr(params.blocks.mlp, name, param.replace(np.take(param.get_value(), [2, 5], dim)))
+    right = expected(override(config, "model.experts=2"), params)[1]
+    np.testing.assert_allclose(continuation, right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
 def test_padding_leaves_no_trace():

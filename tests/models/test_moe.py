@@ -34,19 +34,33 @@ def tokens(rows, length):
 
 
 def test_one_expert_is_the_dense_mlp():
-    x = tokens(2, 8)
-    one = ("model.experts=1", "model.experts_per_token=1")
-    kept = {}
-
-    def keep(p):
-        kept["p"] = p
-        return p
-
-    y, tally = apply(x, jnp.zeros((2, 8), int), *one, change=keep)
+    """Output and gradients; its router has nothing to learn."""
+    x, segments = tokens(2, 8), jnp.zeros((2, 8), int)
+    config = make_config(*SHAPE, "model.experts=1", "model.experts_per_token=1").model
+    p = Moe(config, jax.random.key(0))
     dense = Mlp(make_config(*SHAPE).model, jax.random.key(0), 12)
     for name in ("gate", "up", "down"):
-        getattr(dense, name)[...] = getattr(kept["p"], name)[...][0]
-    assert_allclose(y, swiglu(dense, x, LAYOUT), rtol=1e-5, atol=1e-6)
+        getattr(dense, name)[...] = getattr(p, name)[...][0]
+
+    def differentiate(layer, p):
+        def with_gradients(p, x):
+            y, backward = jax.vjp(layer, p, x)
+            return y, *backward(jnp.cos(y))
+
+        return shard_map(with_gradients, LAYOUT, P(), P())(p, x)
+
+    def one_expert(p, x):
+        return moe(p, x, segments, Routing(token=jnp.ones(())), 0, LAYOUT, config)[0]
+
+    y, dp, dx = differentiate(one_expert, p)
+    expected, ddense, dx_expected = differentiate(lambda p, x: swiglu(p, x, LAYOUT), dense)
+    assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    assert_allclose(dx, dx_expected, rtol=1e-5, atol=1e-6)
+    for name in ("gate", "up", "down"):
+        found = getattr(dp, name)[...][0]
+        assert_allclose(found, getattr(ddense, name)[...], rtol=1e-5, atol=1e-6)
+    assert_allclose(dp.router[...], 0, atol=1e-6)
+    _, tally = apply(x, segments, "model.experts=1", "model.experts_per_token=1")
     assert tally.load.tolist() == [16]
     assert_allclose(tally.balance, 0.01 * 16, rtol=1e-6)
 

@@ -1,19 +1,35 @@
 """Mixtures of experts: against the plain model, against one device in every way of sharing experts
 out, and the cases."""
 
+import functools
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, product
+
+import jax
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from meshwright.models.batch import Batch
+from meshwright.sharding.layout import specs
 from meshwright.trainer import verify
+from meshwright.trainer.state import abstract_state, lay_out
+from meshwright.trainer.step import clip, make_eval_step
+from meshwright.trainer.verify import synthetic_batch
 from runs import (
     SGD,
     SMALL,
     assert_same_gradients,
     assert_same_metrics,
     gradients,
+    layout_gradients,
     make_config,
+    place,
     reference_gradients,
+    reference_loss_gradients,
+    run_steps,
     train,
 )
 
@@ -56,43 +72,107 @@ def test_every_router_equals_the_plain_model(kind):
     assert bool(np.sum(metrics.get("dropped", 0))) == ("model.capacity=1.0" in overrides)
 
 
-TOP1, GSHARD, MIXTRAL, DEEPSEEK = KINDS.values()
-ALL = ("model.experts_per_token=8",)
-NO_SEQUENCE = "layout.sequence_parallel=false"
+_, GSHARD, MIXTRAL, DEEPSEEK = KINDS.values()
 SMALL_GROUPS = ("model.capacity=0.75", "model.routing_group=2", "model.balance=microbatch")
+SECOND = ("model.random_second=true",)
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        (MIXTRAL, "mesh.expert=8"),
-        (TOP1, "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2 layout.zero=1"),
-        ((*GSHARD, "model.random_second=true"), "mesh.data=2 mesh.expert=4 layout.zero=2"),
-        (ALL, "mesh.context=4 mesh.tensor=2 layout.experts=[context,tensor]"),
+        ((*GSHARD, *SECOND), "mesh.data=2 mesh.expert=4 layout.zero=2"),
         (SMALL_GROUPS, "mesh.context=4 layout.context=zigzag layout.experts=[context]"),
         (DEEPSEEK, "mesh.expert=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,expert]"),
         (
-            MIXTRAL,
-            f"mesh.fsdp=2 mesh.tensor=4 {NO_SEQUENCE} layout.experts=[tensor]",
-        ),
-        pytest.param(
-            MIXTRAL,
-            f"mesh.fsdp=4 mesh.tensor=2 {NO_SEQUENCE} layout.experts=[fsdp]",
-            marks=pytest.mark.slow,
-        ),
-        (
-            (*GSHARD, "model.random_second=true", "train.dropout=0.1", "model.layers=3"),
+            (*GSHARD, *SECOND, "train.dropout=0.1", "model.layers=3"),
             "mesh.pipe=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,tensor]",
         ),
     ],
 )
-def test_every_way_to_share_experts_out_equals_one_device(kind, layout):
+def test_every_router_shares_its_experts_out(kind, layout):
+    assert_equals_one_device(kind, layout)
+
+
+def assert_equals_one_device(kind, layout):
     """Loss, all metrics, every gradient leaf (C22, C33)."""
     metrics, grads = gradients(*MOE, *kind, *layout.split())
     expected, expected_grads = gradients(*MOE, *kind)
     assert_same_metrics(metrics, expected)
     assert_same_gradients(grads, expected_grads)
-    assert metrics["expert_rounds"] > 0
+    assert (metrics["expert_rounds"] > 0) == (devices_of_experts(layout) > 1)
+
+
+def devices_of_experts(layout):
+    config = make_config(*MOE, *layout.split())
+    return math.prod(config.mesh.sizes()[axis] for axis in config.layout.experts)
+
+
+EIGHT = "mesh.fsdp=2 mesh.context=2 mesh.tensor=2"
+WHOLE = "layout.sequence_parallel=false"
+COVER = [  # choices of a token, capacity or none, layout
+    (1, None, "mesh.expert=8"),
+    (2, None, f"{EIGHT} layout.experts=[context,tensor] layout.zero=2"),
+    (2, 1.0, f"mesh.fsdp=2 mesh.expert=2 mesh.tensor=2 layout.experts=[tensor] {WHOLE}"),
+    (8, None, f"{EIGHT} layout.zero=1 {WHOLE}"),
+    (8, 1.0, "mesh.fsdp=4 mesh.expert=2 layout.zero=2"),
+    (8, 1.0, f"mesh.context=4 mesh.tensor=2 layout.experts=[context,tensor] {WHOLE}"),
+]
+SLOW = [
+    (1, None, "mesh.fsdp=4 mesh.context=2 layout.experts=[fsdp] layout.zero=0"),
+    (1, None, "mesh.fsdp=2 mesh.context=2"),
+    (1, None, "mesh.fsdp=2 mesh.expert=4 layout.zero=1"),
+    (1, None, f"{EIGHT} layout.experts=[tensor] layout.zero=0 {WHOLE}"),
+    (1, None, f"mesh.fsdp=2 mesh.tensor=4 layout.experts=[tensor] layout.zero=2 {WHOLE}"),
+    (1, 1.0, "mesh.fsdp=4 mesh.tensor=2 layout.experts=[tensor] layout.zero=1"),
+    (2, None, "mesh.fsdp=4 mesh.expert=2 layout.experts=[fsdp,expert] layout.zero=1"),
+    (2, None, "mesh.fsdp=4 mesh.tensor=2 layout.zero=2"),
+    (2, 1.0, "mesh.fsdp=4 mesh.tensor=2 layout.zero=0"),
+    (8, None, "mesh.fsdp=4 mesh.expert=2 layout.experts=[fsdp,expert] layout.zero=0"),
+    (8, None, "mesh.fsdp=4 mesh.expert=2 layout.experts=[fsdp,expert] layout.zero=2"),
+    (8, 1.0, "mesh.fsdp=2 mesh.expert=4 layout.experts=[fsdp,expert]"),
+    (8, 1.0, "mesh.fsdp=2 mesh.tensor=4 layout.experts=[tensor]"),
+    (8, None, "mesh.context=2 mesh.tensor=4 layout.experts=[context,tensor]"),
+]
+VALUES = {
+    "choices": (1, 2, 8),
+    "capacity": (None, 1.0),
+    "devices of experts": (1, 2, 4, 8),
+    "folded": (False, True),
+    "zero": (0, 1, 2, 3),
+    "tensor": ("none", "sequence", "whole"),
+    "context": (False, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("choices", "capacity", "layout"),
+    [*COVER, *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW)],
+)
+def test_every_way_to_share_experts_out_equals_one_device(choices, capacity, layout):
+    limit = () if capacity is None else (f"model.capacity={capacity}", "model.routing_group=4")
+    assert_equals_one_device((f"model.experts_per_token={choices}", *limit), layout)
+
+
+def test_every_two_values_meet_in_the_cover():
+    """But that on one device nothing is folded."""
+    met = set()
+    for choices, capacity, layout in (*COVER, *SLOW):
+        config = make_config(*MOE, *layout.split())
+        sizes, sequence = config.mesh.sizes(), config.layout.sequence_parallel
+        values = {
+            "choices": choices,
+            "capacity": capacity,
+            "devices of experts": devices_of_experts(layout),
+            "folded": config.layout.experts != ["expert"],
+            "tensor": "none" if sizes["tensor"] == 1 else "sequence" if sequence else "whole",
+            "context": sizes["context"] > 1,
+        }
+        if sizes["fsdp"] > 1:
+            values["zero"] = config.layout.zero
+        met |= {frozenset(pair) for pair in combinations(values.items(), 2)}
+    each = [[(name, value) for value in values] for name, values in VALUES.items()]
+    pairs = {frozenset(pair) for two in combinations(each, 2) for pair in product(*two)}
+    assert pairs - met == {frozenset({("devices of experts", 1), ("folded", True)})}
 
 
 def test_stages_hold_layers_that_are_alike():
@@ -122,14 +202,101 @@ def test_unlimited_capacity_equals_dropless():
     assert_same_gradients(grads, expected_grads)
 
 
-def test_the_bias_of_routers_is_the_same_on_any_mesh():
-    """Bits: it follows from integers. Recomputation counts nothing twice."""
-    options = (*MOE, *SGD, "optimizer.lr=0.01", "model.balance_bias=0.01")
-    _, state = train(3, *options, "remat.policy=full", "mesh.expert=2", "mesh.tensor=2")
-    _, expected = train(3, *options)
-    bias = np.asarray(expected.router_bias)
+def padded(batch):
+    """As many tokens of padding after each row's."""
+
+    def longer(a, fill):
+        return np.concatenate([a, np.full_like(a, fill)], axis=-1)
+
+    fills = Batch(tokens=0, targets=0, weights=0, positions=0, segments=-1)
+    return jax.tree.map(longer, batch, fills)
+
+
+@pytest.mark.parametrize("kind", [MIXTRAL, (*CAPACITY, "model.balance=microbatch")])
+def test_padding_changes_nothing_on_any_mesh(kind):
+    """The second of two devices along context holds padding alone."""
+    batch = padded(synthetic_batch(make_config(*MOE)))
+    mesh = "mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "layout.experts=[expert,context]"
+    metrics, grads = layout_gradients(make_config(*MOE, *kind, *mesh, "train.seq_len=32"), batch)
+    expected, expected_grads = gradients(*MOE, *kind)
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
+
+
+def skewed_batch(config):
+    """Each half of each row has eight tokens of its own: devices' routers choose differently."""
+    batch = synthetic_batch(config)
+    rows, tokens = batch.tokens.shape[1:]
+    half = (np.arange(tokens) >= tokens // 2).astype(np.int32)
+    own = 16 * np.arange(rows, dtype=np.int32)[:, None] + 8 * half[None]
+    return replace(batch, tokens=own[None] + np.asarray(batch.tokens) % 8)
+
+
+@pytest.mark.parametrize(
+    ("unit", "layout"),
+    [
+        ("sequence", "mesh.data=4 mesh.context=2 train.microbatches=4"),
+        ("microbatch", "mesh.fsdp=2 mesh.expert=2 mesh.context=2 train.microbatches=2"),
+    ],
+)
+def test_c22_the_balance_loss_knows_no_shards(unit, layout):
+    """Were it a mean over devices, skewed ones would make it larger."""
+    options = (*SMALL, "model.experts=8", "model.balance_loss=1.0", f"model.balance={unit}")
+    config = make_config(*options, *layout.split())
+    metrics, grads = layout_gradients(config, skewed_batch(config))
+    expected, expected_grads = reference_loss_gradients(config, skewed_batch(config))
+    assert_allclose(metrics["balance_loss"], expected["objective"] - expected["loss"], rtol=1e-5)
+    assert_same_gradients(grads, expected_grads)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4, 8])
+def test_c33_each_expert_counts_once_in_the_norm(experts):
+    config = make_config(*MOE, f"mesh.expert={experts}", f"mesh.fsdp={8 // experts}")
+    layout, params = lay_out(config), abstract_state(config).params
+    shardings = jax.tree.map(layout.sharding, specs(params, layout.state_spec))
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), params)
+    clipped, norm = jax.jit(partial(clip, limit=1.0))(jax.device_put(ones, shardings))
+    expected = math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(ones)))
+    assert_allclose(norm, expected, rtol=1e-6)
+    assert_allclose(clipped.blocks.mlp.up[...], 1 / expected, rtol=1e-6)
+
+
+BIASED = (*MOE, *SGD, "optimizer.lr=0.01", "model.balance_bias=0.01")
+
+
+@functools.cache
+def bias_after_three_updates():
+    bias = np.asarray(train(3, *BIASED)[1].router_bias)
     assert bias.shape == (2, 8) and len(np.unique(bias)) > 2
-    np.testing.assert_array_equal(np.asarray(state.router_bias), bias)
+    return bias
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "remat.policy=full mesh.expert=2 mesh.tensor=2",
+        pytest.param("mesh.fsdp=2 mesh.context=4 layout.experts=[context]", marks=pytest.mark.slow),
+    ],
+)
+def test_the_bias_of_routers_is_the_same_on_any_mesh(layout):
+    """Bits: it follows from integers. Recomputation counts nothing twice."""
+    _, state = train(3, *BIASED, *layout.split())
+    np.testing.assert_array_equal(state.router_bias, bias_after_three_updates())
+
+
+def test_padding_and_evaluations_move_no_bias():
+    config = make_config(*BIASED, "train.seq_len=32", "mesh.expert=4", "mesh.tensor=2")
+    batches = [
+        padded(synthetic_batch(make_config(*BIASED, f"run.seed={seed}"))) for seed in range(3)
+    ]
+    layout = lay_out(config)
+    evaluate = make_eval_step(config, layout)
+
+    def look(state):
+        evaluate(state.params, place(batches[0], config, layout), state.router_bias)
+
+    _, state = run_steps(config, batches, between=look)
+    np.testing.assert_array_equal(state.router_bias, bias_after_three_updates())
 
 
 def test_verify_meets_experts_in_every_pair():

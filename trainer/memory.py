@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from ..models.batch import Batch
-from ..models.config import RematConfig, Saved
+from ..models.config import ROUTE, RematConfig, Saved
 from ..models.dropout import Dropout, row_keys
 from ..models.transformer import Transformer, blocks, embed, stacks
 from ..sharding.layout import Layout, specs
@@ -62,7 +62,8 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
         except DoesNotFitError:
             return "does not fit"
 
-    names = (*get_args(Saved), UNNAMED)
+    routes = [ROUTE] if config.model.experts is not None else []
+    names = (*get_args(Saved), *routes, UNNAMED)
     rows: dict[str, list[float]] = {
         name: [cost.saved[name] / layers for cost in costs] for name in names
     }
@@ -113,7 +114,7 @@ def block_costs(config: Config, layout: Layout) -> Cost:
         step_shapes(config, layout)[1],
     )
     jaxpr = traced[0].jaxpr
-    saved, on_host = saved_bytes(jaxpr)
+    saved, on_host = saved_bytes(jaxpr, len(stacks(params, config.remat)))
     return Cost(saved, on_host, matrix_flops(jaxpr))
 
 
@@ -126,20 +127,20 @@ def temporary_bytes(config: Config, layout: Layout) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def saved_bytes(jaxpr: Jaxpr) -> tuple[Counter[str], int]:
-    """Bytes by name, and how many of them on the host, that the first scan of `jaxpr`, the one over
-    layers, stacks up.
+def saved_bytes(jaxpr: Jaxpr, count: int) -> tuple[Counter[str], int]:
+    """Bytes by name, and how many of them on the host, that the first `count` scans of `jaxpr`,
+    those over layers, stack up.
     """
-    scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    (body,) = inner_programs(scan)
     saved, on_host = Counter(), 0
-    for index, stack in enumerate(scan.outvars):
-        if not is_carried(scan, index):
-            aval: Any = stack.aval
-            size = math.prod(aval.shape) * aval.dtype.itemsize
-            name, offloaded = origin(body, body.outvars[index])
-            saved[name] += size
-            on_host += size if offloaded else 0
+    for scan in [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][:count]:
+        (body,) = inner_programs(scan)
+        for index, stack in enumerate(scan.outvars):
+            if not is_carried(scan, index):
+                aval: Any = stack.aval
+                size = math.prod(aval.shape) * aval.dtype.itemsize
+                name, offloaded = origin(body, body.outvars[index])
+                saved[name] += size
+                on_host += size if offloaded else 0
     return saved, on_host
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 import jax
 import pytest
 
-from meshwright.models.config import Saved
+from meshwright.models.config import ROUTE, Saved
 from meshwright.trainer.config import Config
 from meshwright.trainer.load import override
 from meshwright.trainer.memory import (
@@ -82,6 +82,13 @@ def test_experts_count_by_the_rows_that_they_have_room_for(small_config):
     gate_and_up = 2 * (2 * ROWS * TOKENS) * D * 2 * 12 // 2
     rest = CORE + LINEAR - 2 * ROWS * TOKENS * D * 2 * FF // 2 + router
     assert gate_and_up <= again - rest <= 1.5 * gate_and_up
+
+
+def test_dense_layers_before_experts_count_too(small_config):
+    experts = "model.experts=4", "model.dense_layers=1", "remat.policy=full"
+    saved = cost(small_config, *experts).saved
+    route = ROWS * TOKENS // 2 * 2 * 4  # two experts of each token of a device, in one layer
+    assert saved == {"block.input": LAYERS * STREAM, ROUTE: route}
 
 
 def test_every_name_of_the_config_is_one_of_the_model():

@@ -28,7 +28,7 @@ from .device import prepare_devices
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
-from .metrics import MetricsFile, open_metrics, plot_loss
+from .metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
 from .placement import in_model_order, in_stage_order, model_order_shapes
 from .processes import any_process, is_first, make_agree, on_first, watch
 from .resume import (
@@ -70,9 +70,13 @@ class Result:
     levels: dict[str, float]
     state: State = field(repr=False)
 
-    def plot(self):
-        """The loss picture as a matplotlib figure."""
-        return plot_loss(self.history, self.levels)
+    def plot(self, path: Path | None = None):
+        """The loss picture as a matplotlib figure; saved where a path is given."""
+        return plot_loss(self.history, self.levels, path)
+
+    def plot_experts(self, path: Path | None = None):
+        """That of experts' load. Raises ValueError where the model has no experts."""
+        return plot_expert_load(self.history, self.config.model.dense_layers, path)
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,16 @@ def train(config: Config) -> Result:
     with prepare_run(config) as (run, state):
         state = run_to_end(run, state)
         history, levels = run.metrics.history, counting_levels(run.store)
+        result = Result(run.folder, config, history, levels, state)
+        pictures: dict[str, Callable[[Path], Any]] = {"loss.png": result.plot}
+        if config.model.experts is not None:
+            pictures["experts.png"] = result.plot_experts
         if is_first():
-            plot_loss(history, levels, run.folder / "loss.png")
-        run.reporter.say(f"done: checkpoint, metrics.jsonl and loss.png are in {run.folder}")
-    return Result(run.folder, config, history, levels, state)
+            for name, draw in pictures.items():
+                draw(run.folder / name)
+        *files, last = "checkpoint", "metrics.jsonl", *pictures
+        run.reporter.say(f"done: {', '.join(files)} and {last} are in {run.folder}")
+    return result
 
 
 @contextmanager

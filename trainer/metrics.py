@@ -1,4 +1,4 @@
-"""What a run leaves to read: metrics.jsonl with full float precision, and the loss picture."""
+"""What a run leaves to read: metrics.jsonl with full float precision, and its pictures."""
 
 from __future__ import annotations
 
@@ -136,11 +136,7 @@ def plot_loss(
 
     history: the objects of metrics.jsonl. Returns the matplotlib figure.
     """
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    pyplot.close(figure)  # a notebook shows what is returned; it need not show it twice
-    axes.set(xlabel="updates", ylabel="loss, nats per token")
+    figure, axes = _picture("loss, nats per token")
     history = list(history)
     for key, label, style in (("loss", "training batch", "-"), ("eval_loss", "held out", "o")):
         points = [(line["step"], line[key]) for line in history if line.get(key) is not None]
@@ -148,6 +144,45 @@ def plot_loss(
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1)
     for i, (name, level) in enumerate(levels.items()):
         axes.axhline(level, linestyle="--", linewidth=1, color=f"C{i + 2}", label=name)
+    return _finished(figure, path)
+
+
+def plot_expert_load(history: Iterable[dict[str, Any]], first: int = 0, path: Path | None = None):
+    """The load of each layer's most chosen expert over updates, beside that of all where they are
+    chosen evenly; saved where a path is given.
+
+    history: the objects of metrics.jsonl; first: layers before those with experts. Returns the
+    matplotlib figure. Raises ValueError where no experts were logged.
+    """
+    lines = [line for line in history if "expert_load" in line]
+    if not lines:
+        raise ValueError("no expert_load in metrics.jsonl: a run of a model with experts logs it")
+    from matplotlib import colormaps
+
+    figure, axes = _picture("choices of the most chosen expert / mean")
+    colours = colormaps["viridis"]
+    layers = list(zip(*(line["expert_load"] for line in lines), strict=True))
+    for layer, loads in enumerate(layers):
+        shade = colours(0.9 * layer / max(len(layers) - 1, 1))  # the end of it is pale
+        named = len(layers) <= 8 or layer in (0, len(layers) - 1)
+        label = f"layer {first + layer + 1}" if named else None
+        axes.plot([line["step"] for line in lines], loads, color=shade, label=label, linewidth=1)
+    axes.axhline(1, linestyle="--", linewidth=1, color="C0", label="even")
+    return _finished(figure, path)
+
+
+def _picture(quantity: str):
+    """An empty figure of a quantity over updates, and its axes."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    pyplot.close(figure)  # a notebook shows what is returned; it need not show it twice
+    axes.set(xlabel="updates", ylabel=quantity)
+    return figure, axes
+
+
+def _finished(figure: Any, path: Path | None):
+    (axes,) = figure.axes
     axes.legend()
     axes.grid(alpha=0.3)
     if path is not None:

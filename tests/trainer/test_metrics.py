@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from disk import largest_file
-from meshwright.trainer.metrics import open_metrics, plot_loss
+from meshwright.trainer.metrics import open_metrics, plot_expert_load, plot_loss
 
 VALUES = st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=5), st.booleans())
 
@@ -194,3 +194,24 @@ def test_the_picture_shows_both_losses_and_the_levels(tmp_path):
 
 def test_a_history_without_evaluations_or_levels_is_drawn_too():
     assert list(curves(plot_loss([{"step": 1, "loss": 1.0}], {}))) == ["training batch"]
+
+
+def test_the_picture_of_experts_has_a_line_for_each_layer(tmp_path):
+    history = [
+        {"step": 1, "loss": 3.0, "expert_load": [2.0, 4.0]},
+        {"step": 1, "eval_loss": 2.5},
+        {"step": 2, "loss": 2.0, "expert_load": [1.5, 1.25]},
+    ]
+    path = tmp_path / "experts.png"
+    assert curves(plot_expert_load(iter(history), 1, path)) == {
+        "layer 2": ([1, 2], [2.0, 1.5]),
+        "layer 3": ([1, 2], [4.0, 1.25]),
+        "even": ([0, 1], [1, 1]),
+    }
+    assert path.read_bytes().startswith(b"\x89PNG")
+    deep = plot_expert_load([{"step": 1, "expert_load": [1.0] * 9}])
+    assert [text.get_text() for text in deep.axes[0].get_legend().get_texts()] == [
+        *("layer 1", "layer 9", "even")
+    ]
+    with pytest.raises(ValueError, match="^no expert_load in metrics.jsonl"):
+        plot_expert_load(history[1:2])

@@ -1,0 +1,68 @@
+"""Experts in balance: the bias of routers, the figures that are logged, a whole run with both."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.trainer.balancing import expert_metrics, first_bias, next_bias
+from meshwright.trainer.load import override
+from meshwright.trainer.loop import train
+
+EXPERTS = ("model.experts=4", "model.balance_bias=0.1")
+
+
+def test_the_bias_moves_by_one_step_towards_even_load(small_config):
+    model = override(small_config, *EXPERTS, "model.balance_bias=0.5").model
+    bias = first_bias(model)
+    assert bias is not None and bias.shape == (2, 4) and not bias.any()
+    load = jnp.array([[9, 1, 2, 0], [3, 3, 3, 3]])
+    bias = next_bias(bias, {"expert_load": load}, model)
+    np.testing.assert_array_equal(bias, [[-0.5, 0.5, 0.5, 0.5], [0, 0, 0, 0]])
+    bias = next_bias(bias, {"expert_load": load[:, ::-1]}, model)
+    np.testing.assert_array_equal(bias, [[0, 1, 1, 0], [0, 0, 0, 0]])
+
+
+def test_without_balance_bias_there_is_none(small_config):
+    model = override(small_config, "model.experts=4").model
+    assert first_bias(model) is next_bias(None, {}, model) is None
+
+
+def test_counts_become_figures():
+    load = jnp.array([[6, 2, 0, 0], [2, 2, 2, 2]])
+    sums = {"loss": 1.0, "expert_load": load, "expert_rounds": 24, "dropped": jnp.array([3, 1])}
+    figures = expert_metrics(sums, pieces=4)
+    assert figures["expert_load"].tolist() == [3.0, 1.0]
+    assert (figures["expert_rounds"], figures["dropped"], figures["loss"]) == (3, 0.25, 1.0)
+    assert expert_metrics({"loss": 1.0}, pieces=4) == {"loss": 1.0}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_bias_on_another_mesh(small_config, corpus, tmp_path, capsys):
+    """And logs, draws and evaluates as it would have on the first."""
+    config = override(
+        small_config,
+        *(*EXPERTS, f"run.dir={tmp_path}", "mesh.data=1", "mesh.expert=2", "train.steps=4"),
+        *("data.source=text", f"data.paths=[{corpus}/*.txt]", "data.holdout=0.2"),
+        *(f"data.store={tmp_path}/store", "optimizer.name=sgd", "checkpoint.every=2"),
+        *("optimizer.schedule=constant", "optimizer.lr=0.1", "train.eval_every=2"),
+    )
+    whole = train(override(config, "run.name=whole"))
+    printed = capsys.readouterr().out
+    assert "metrics.jsonl, loss.png and experts.png are in" in printed
+    assert (whole.folder / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+    shutil.copytree(whole.folder, tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
+    elsewhere = "mesh.fsdp=1", "mesh.context=2", "layout.experts=[expert,context]"
+    two = train(override(config, "run.name=two", "checkpoint.resume=must", *elsewhere))
+    assert "resumed     after 2 of 4 updates" in capsys.readouterr().out
+    np.testing.assert_array_equal(two.state.router_bias, whole.state.router_bias)
+    assert len(np.unique(whole.state.router_bias)) > 2
+    for line, expected in zip(two.history, whole.history, strict=True):
+        assert line["step"] == expected["step"]
+        for name in {"loss", "eval_loss", "balance_loss", "expert_load"} & expected.keys():
+            np.testing.assert_allclose(line[name], expected[name], rtol=1e-5, err_msg=name)

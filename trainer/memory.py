@@ -114,7 +114,7 @@ def block_costs(config: Config, layout: Layout) -> Cost:
         step_shapes(config, layout)[1],
     )
     jaxpr = traced[0].jaxpr
-    saved, on_host = saved_bytes(jaxpr, len(stacks(params, config.remat)))
+    saved, on_host = saved_bytes(jaxpr, count=1 if params.dense_blocks is None else 2)
     return Cost(saved, on_host, matrix_flops(jaxpr))
 
 
@@ -129,7 +129,7 @@ def temporary_bytes(config: Config, layout: Layout) -> int:
 
 def saved_bytes(jaxpr: Jaxpr, count: int) -> tuple[Counter[str], int]:
     """Bytes by name, and how many of them on the host, that the first `count` scans of `jaxpr`,
-    those over layers, stack up.
+    those over the layers of each stack, stack up.
     """
     saved, on_host = Counter(), 0
     for scan in [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][:count]:

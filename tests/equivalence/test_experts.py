@@ -126,6 +126,7 @@ SLOW = [
     (1, 1.0, "mesh.fsdp=4 mesh.tensor=2 layout.experts=[tensor] layout.zero=1"),
     (2, None, "mesh.fsdp=4 mesh.expert=2 layout.experts=[fsdp,expert] layout.zero=1"),
     (2, None, "mesh.fsdp=4 mesh.tensor=2 layout.zero=2"),
+    (2, None, "mesh.data=2 mesh.expert=2 layout.experts=[data,expert]"),
     (2, 1.0, "mesh.fsdp=4 mesh.tensor=2 layout.zero=0"),
     (8, None, "mesh.fsdp=4 mesh.expert=2 layout.experts=[fsdp,expert] layout.zero=0"),
     (8, None, "mesh.fsdp=4 mesh.expert=2 layout.experts=[fsdp,expert] layout.zero=2"),

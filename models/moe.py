@@ -8,6 +8,7 @@ hidden width F, k choices of a token.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +157,7 @@ def _experts(
         )
     weights = (p.gate, p.up, p.down)
     limit = expert_limit(len(flat), config)
-    y, rounds = meet_experts(flat, experts, gates, weights, _swiglu_rows, layout, limit)
+    y, rounds = meet_experts(flat, experts, gates, weights, _swiglu_of_choices, layout, limit)
     y = y.astype(x.dtype)
     if slices:
         y = all_gather(y, "tensor", TOKENS, layout)[: rows * tokens]
@@ -168,16 +169,22 @@ def _experts(
     return y, rounds
 
 
-def _swiglu_rows(
+def _swiglu_of_choices(
     x: jax.Array, gates: jax.Array, weights: Any, axes: Any, groups: Groups, layout: Layout
 ) -> jax.Array:
     """The kernel of `meet_experts`."""
-    gate, up = grouped_linear(x, Weights(weights[:2], axes[:2]), groups, layout)
+    gate, up = grouped_linear(x, Weights(weights[:2], axes[:2]), groups, layout, enter=True)
     gate, up = (checkpoint_name(a, "mlp.gate_up") for a in (gate, up))
-    hidden = (jax.nn.silu(gate) * up * gates).astype(x.dtype)
+    hidden = _gated(gate, up, gates).astype(x.dtype)
     hidden = checkpoint_name(hidden, "mlp.hidden")
-    (y,) = grouped_linear(hidden, Weights(weights[2:], axes[2:]), groups, layout)
+    down = Weights(weights[2:], axes[2:])
+    (y,) = grouped_linear(hidden, down, groups, layout, leave=x.shape[0])
     return y
+
+
+@partial(jax.checkpoint, prevent_cse=False)  # its parts are k rows a token, and cheap
+def _gated(gate: jax.Array, up: jax.Array, gates: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up * gates
 
 
 def expert_limit(tokens: int, config: ModelConfig) -> int | None:

@@ -30,10 +30,10 @@ from .layout import Layout
 from .linear import gather_weight, scatter_gradient
 
 Kernel = Callable[..., jax.Array]
-"""(rows[M, D], gates[M, 1] in f32, weights, axes, groups, layout) -> y[M, D]: what each row's
-expert makes of it, times its gate. weights: shards [E_experts, ...] for `grouped_linear`, axes:
-their logical axes. Differentiable in its first three; weights cut over tensor leave y partial over
-it.
+"""(x[T, D], gates[M, 1] in f32, weights, axes, groups, layout) -> y[T, D] in f32: what the experts
+of each one's choices make of it, times the gates of their rows, added up. weights: shards
+[E_experts, ...] for `grouped_linear`, axes: their logical axes. Differentiable in its first three;
+weights cut over tensor leave y partial over it.
 """
 
 SLACK = 1.25
@@ -111,10 +111,8 @@ def exchange_rows(choices: int, experts: int, devices: int, limit: int | None) -
 def _compute(x: jax.Array, experts: Any, gates: Any, shards: Any, plan: _Plan) -> jax.Array:
     """What this device's experts make of x[T, D]: [T, D] in f32. experts, gates [T·width]."""
     groups: Groups = group_rows(experts, plan.experts // plan.devices)
-    rows = spread(x, groups.choices, groups.slots, experts.shape[0] // x.shape[0])
     weight = spread(gates[:, None], groups.choices, groups.slots, 1)
-    y = plan.kernel(rows, weight, shards, plan.axes, groups, plan.layout)
-    return collect(y, groups.choices, groups.slots, experts.shape[0] // x.shape[0])
+    return plan.kernel(x, weight, shards, plan.axes, groups, plan.layout)
 
 
 def _queue(experts: jax.Array, plan: _Plan) -> _Queues:

@@ -5,10 +5,13 @@ here.
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from .pipeline.schedules import UNIFORM
 
 MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
 """Every mesh has these axes, slowest link first."""
@@ -145,9 +148,20 @@ class LayoutConfig:
         ),
     ] = None
     schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved"],
-        Field(description="who computes what when over pipe, in lockstep; see meshwright schedule"),
+        Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"],
+        Field(
+            description="who computes what when over pipe: gpipe, 1f1b, interleaved in lockstep, "
+            "the others stage by stage; see meshwright schedule"
+        ),
     ] = "1f1b"
+    schedule_file: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="a table in place of layout.schedule: a CSV file, see docs/pipeline.md, or "
+            "its text, which is what a run keeps",
+        ),
+    ] = None
     chunks: Annotated[
         int | None,
         Field(
@@ -183,6 +197,18 @@ class LayoutConfig:
                 f"layout.overlap_directions={self.overlap_directions} is not read by "
                 f"layout.overlap=false; write layout.overlap=true or layout.overlap_directions=1"
             )
+        if self.schedule_file is not None:
+            for key, written, default in (
+                ("schedule", self.schedule, "1f1b"),
+                ("chunks", self.chunks, None),
+            ):
+                if written != default:
+                    raise ValueError(
+                        f"layout.{key}={written} is not read where layout.schedule_file has a "
+                        f"table; leave one of them out"
+                    )
+            if "\n" not in self.schedule_file:  # frozen, but nothing has seen it yet
+                object.__setattr__(self, "schedule_file", _read_table(self.schedule_file))
         if self.chunks is not None and self.schedule != "interleaved":
             raise ValueError(
                 f"layout.chunks={self.chunks} is not read by layout.schedule={self.schedule}, only "
@@ -193,3 +219,18 @@ class LayoutConfig:
                 f"layout.ulysses={self.ulysses} is not read by layout.context={self.context}, only "
                 f"by usp; leave it out"
             )
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether stages are masked and not branches: then anything may run inside them."""
+        return self.schedule_file is None and self.schedule in UNIFORM
+
+
+def _read_table(path: str) -> str:
+    """The text of a file; of one line, too, it ends as a line does."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ValueError(f"layout.schedule_file={path}: {reason}; write a CSV file") from None
+    return "\n".join((*text.splitlines(), ""))

@@ -116,6 +116,16 @@ class Array(NamedTuple):
         return math.prod(self.dims)
 
 
+_TAKEN = r"taken_(\d+)_of_(\d+)_times"
+
+
+def taken(some: int, every: int) -> str:
+    """Name of a `jax.named_scope` around a conditional in a loop of `every` rounds: what its branch
+    sends counts in `some` of them.
+    """
+    return f"taken_{some}_of_{every}_times"
+
+
 Asked = Mapping[str, list[tuple[str, Array]]]
 """Kind of a collective -> the scope of each array that was given to one, and the array."""
 
@@ -124,9 +134,9 @@ def read_program(text: str, mesh: Mapping[str, int], lowered: str | None = None)
     """The collectives that one run of a compiled program executes, in its order.
 
     A computation that is reached from two places counts in both, and every branch of a conditional
-    as if it were taken. CPU widens every bf16 that it sends to f32 (and f8 to f16). Where it stands
-    in for another platform give `lowered`, the same program's `lowered.as_text(debug_info=True)`:
-    then dtypes are those that the program asked for.
+    as if it were taken, but for those of `taken`. CPU widens every bf16 that it sends to f32 (and
+    f8 to f16). Where it stands in for another platform give `lowered`, the same program's
+    `lowered.as_text(debug_info=True)`: then dtypes are those that the program asked for.
     """
     computations, entry = parse(text)
     chains = find_chains(computations)
@@ -425,7 +435,9 @@ def read_collective(
         given = given[:1]  # the others are offsets and sizes
     if kind == "all-to-all" and len(given) > 1:  # one array in N pieces
         given = [Array(given[0].dtype, (sum(array.elements for array in given),))]
-    scope = scope_of(instruction) or execution.scope
+    scope, times = scope_of(instruction) or execution.scope, execution.times
+    for some, every in re.findall(rf"\b{_TAKEN}", scope):
+        times = times * int(some) // int(every)
     given = [asked_array(array, kind, scope, len(given) > 1, asked) for array in given]
     held = sum(math.ceil(bits(array.dtype) * array.elements / 8) for array in given)
     return Collective(
@@ -433,7 +445,7 @@ def read_collective(
         axes=spanned_axes(groups, mesh, kind),
         dtype="+".join(sorted({array.dtype for array in given})),
         sent=sent_bytes(kind, held, groups.shape[1]),
-        times=execution.times,
+        times=times,
         at_least=execution.at_least,
         scope=scope,
         overlapped=execution.hidden,

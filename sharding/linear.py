@@ -3,9 +3,10 @@
 `linear` owns the ZeRO-3 gather of the weight (arXiv 1910.02054), the tensor-parallel entrance and
 exit (Megatron: 1909.08053, with sequence parallelism: 2205.05198), the dot and its biases, under
 one VJP whose residuals are the local input and the weight SHARD: a gathered weight or sequence is
-never saved. `_gather_matmul` and `_matmul_scatter` say whether entrance and exit move the sequence
-at once or as collective matmuls. `lookup` is the same weight used as an embedding, `fused_linear`
-as an output layer whose full output never exists, `row_products` as one whose output is wanted.
+never saved. That VJP can leave the gradients of the weights for later: see `taps.py`.
+`_gather_matmul` and `_matmul_scatter` say whether entrance and exit move the sequence at once or as
+collective matmuls. `lookup` is the same weight used as an embedding, `fused_linear` as an output
+layer whose full output never exists, `row_products` as one whose output is wanted.
 
 Shapes: B sequences of this device, S tokens, D width of the residual stream, K contracted and N
 produced dims, V vocabulary, C chunks of T tokens. A weight is [*K, *N], cut over `fsdp` by ZeRO-3
@@ -29,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .collective_matmul import gather_matmul, matmul_scatter
 from .collectives import all_gather, all_reduce, axis_index, reduce_scatter
 from .layout import Layout
+from .taps import Tap, Tapped, note_product
 
 SEQUENCE = 1
 """The dim of tokens in every activation [B, S, ...]."""
@@ -68,7 +70,8 @@ def linear(
         x[B, S_context, K_tensor] ·_K W[K_tensor, D_fsdp] -> y[B, S_{context,tensor}, D]
     Over tensor, n the bytes of the whole sequence: the entrance gathers it, (N-1)/N·n, and the exit
     reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers
-    once more for the weight's gradient. `layout.overlap` moves the same bytes in chunks, each while
+    once more for the weight's gradient, as does an exit's gradient if that is left for later.
+    `layout.overlap` moves the same bytes in chunks, each while
     another is multiplied. With `layout.sequence_parallel` off S is not cut over tensor: nothing
     moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered in x's dtype,
     forward and backward, and its gradient reduce-scattered in `layout.reduce`. A bias is added
@@ -80,7 +83,12 @@ def linear(
     x = _named(x, input_name)
     params = tuple(weights) if several else (weights,)
     plan = _Plan(layout, tuple(param.axes for param in params), enter, leave)
-    ys: Any = _linear(x, tuple(param[...] for param in params), plan)
+    held = [param.get_value() for param in params]
+    tap = held[0].tap if isinstance(held[0], Tapped) else None
+    shards = tuple(weight[...] for weight in held)
+    ys: Any = _linear(x, shards, tap, plan)
+    if plan.axis:  # others are small
+        note_product(held, x, ys, partial(_gradients, plan=plan))
     if biases:
         ys = tuple(
             y if bias is None else _add_bias(y, bias, layout)
@@ -94,8 +102,11 @@ def _named(x: jax.Array, name: str | None) -> jax.Array:
     return x if name is None else checkpoint_name(x, name)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x: jax.Array, shards: tuple[jax.Array, ...], plan: _Plan) -> tuple[jax.Array, ...]:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(
+    x: jax.Array, shards: tuple[jax.Array, ...], tap: Tap | None, plan: _Plan
+) -> tuple[jax.Array, ...]:
+    del tap
     weights = _weights(shards, x.dtype, plan)
 
     def products(x):
@@ -107,32 +118,48 @@ def _linear(x: jax.Array, shards: tuple[jax.Array, ...], plan: _Plan) -> tuple[j
     return ys
 
 
-def _linear_forward(x, shards, plan):
-    return _linear(x, shards, plan), (x, shards)
+def _linear_forward(x, shards, tap, plan):
+    # without the tap: what is computed again would keep its zeros
+    return _linear(x, shards, None, plan), (x, shards, None if tap is None else ())
 
 
 def _linear_backward(plan, residuals, dys):
-    x, shards = residuals
-    layout, weights = plan.layout, _weights(shards, x.dtype, plan)
+    x, shards, later = residuals
+    weights = _weights(shards, x.dtype, plan)
 
     def inputs(dys):
         return reduce(jnp.add, map(_dot_input, dys, weights)).astype(x.dtype)
 
-    def gradients(x, dys):
-        return [_dot_weight(x, dy) for dy in dys]
-
+    if later is not None:
+        if plan.leave:
+            dx, _ = _gather_matmul(lambda dys, _: (inputs(dys), None), dys, None, plan)
+        else:
+            dx = _matmul_scatter(inputs, dys, plan)
+        return dx, None, (x, dys)
     if plan.leave:  # one gather of dys for both
-        dx, dweights = _gather_matmul(lambda dys, x: (inputs(dys), gradients(x, dys)), dys, x, plan)
+        dx, dweights = _gather_matmul(lambda dys, x: (inputs(dys), _dots(x, dys)), dys, x, plan)
+        return dx, _scatter_gradients(dweights, shards, plan), None
+    dx = _matmul_scatter(inputs, dys, plan)
+    return dx, _gradients(shards, x, dys, plan), None
+
+
+def _gradients(shards, x, dys, plan) -> tuple[jax.Array, ...]:
+    """Of the shards, of which only shapes are read."""
+    if plan.leave:
+        _, dweights = _gather_matmul(lambda dys, x: (None, _dots(x, dys)), dys, x, plan)
     else:
-        dx = _matmul_scatter(inputs, dys, plan)
-        _, dweights = _gather_matmul(lambda x, dys: (None, gradients(x, dys)), x, dys, plan)
-    dshards = []
+        _, dweights = _gather_matmul(lambda x, dys: (None, _dots(x, dys)), x, dys, plan)
+    return _scatter_gradients(dweights, shards, plan)
+
+
+def _scatter_gradients(dweights, shards, plan) -> tuple[jax.Array, ...]:
+    dshards, layout = [], plan.layout
     for dweight, shard, axes in zip(dweights, shards, plan.axes, strict=True):
         gather = partial(gather_weight, axes=axes, dtype=jnp.float32, layout=layout)
         select = partial(own_heads, axes=axes, layout=layout)
         (dweight,) = jax.linear_transpose(select, jax.eval_shape(gather, shard))(dweight)
         dshards.append(scatter_gradient(dweight, axes, shard.dtype, layout))
-    return dx, tuple(dshards)
+    return tuple(dshards)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -393,3 +420,7 @@ def _dot_weight(x: jax.Array, dy: jax.Array) -> jax.Array:
         x.reshape(tokens, -1), dy.reshape(tokens, -1), dims, preferred_element_type=jnp.float32
     )
     return dw.reshape(*x.shape[2:], *dy.shape[2:])
+
+
+def _dots(x: jax.Array, dys: Sequence[jax.Array]) -> list[jax.Array]:
+    return [_dot_weight(x, dy) for dy in dys]

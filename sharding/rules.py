@@ -106,6 +106,8 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
         rest = tuple(axis for axis in rules[name] if axis not in layout.experts)
         rules[f"expert_{name}"] = rest
     ulysses, chunks = _context(layout, sizes)
+    if sizes["pipe"] > 1 and not layout.lockstep:
+        _refuse_permutes(layout, sizes, ulysses)
     notes, kv_copies = [], 0
     for dim in dims:
         shards = math.prod(sizes[axis] for axis in rules[dim.axis])
@@ -157,6 +159,25 @@ def _context(layout: LayoutConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
         raise ValueError(f"layout.ulysses={neighbours} does not divide mesh.context={devices}")
     groups = devices // neighbours
     return neighbours, 2 * groups if groups > 1 else 1
+
+
+def _refuse_permutes(layout: LayoutConfig, sizes: Mapping[str, int], ulysses: int) -> None:
+    """Of a schedule whose stages are branches: CPU's permutes wait for devices in other ones."""
+    table = f"layout.schedule={layout.schedule}"
+    if layout.schedule_file is not None:
+        table = "layout.schedule_file: a table of one's own"
+    branches = f"{table} runs stages in branches, where nothing may"
+    if layout.context != "all_gather" and sizes["context"] > ulysses:
+        raise ValueError(
+            f"{branches} go round as layout.context={layout.context} on "
+            f"mesh.context={sizes['context']} does; write layout.context=all_gather or ulysses, or "
+            f"layout.schedule=1f1b or interleaved"
+        )
+    if layout.overlap and sizes["tensor"] > 1:
+        raise ValueError(
+            f"{branches} go round as layout.overlap=true on mesh.tensor={sizes['tensor']} does; "
+            f"write layout.overlap=false, or layout.schedule=1f1b or interleaved"
+        )
 
 
 def _override(name: str, axes: list[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from ..models.config import ModelConfig, RematConfig
 from ..sharding.config import STRICT, LayoutConfig, MeshConfig
-from ..sharding.pipeline.load import load_schedule
+from ..sharding.pipeline.load import load_schedule, read_schedule
 from ..sharding.pipeline.schedules import Schedule, stacked_layers
 from ..sharding.rules import Dim, mesh_sizes, resolve
 
@@ -580,11 +580,23 @@ class Config:
         """The checked table by which micro-batches pass the stages; None of one stage. Raises
         ValueError.
         """
-        layout, stages = self.layout, self.mesh.pipe
+        layout, stages, microbatches = self.layout, self.mesh.pipe, self.train.microbatches
+        if layout.schedule_file is not None:
+            schedule = _own_schedule(layout.schedule_file)
+            for what, key, given in (
+                ("stages", "mesh.pipe", stages),
+                ("microbatches", "train.microbatches", microbatches),
+            ):
+                if given != (own := getattr(schedule, what)):
+                    raise ValueError(
+                        f"{key}={given}, but the table of layout.schedule_file has {own} {what}: "
+                        f"write {key}={own}, or layout.schedule_file=null"
+                    )
+            return schedule
         if stages == 1:
             return None
         chunks = (layout.chunks or 2) if layout.schedule == "interleaved" else None
-        return _schedule(layout.schedule, stages, self.train.microbatches, chunks)
+        return _schedule(layout.schedule, stages, microbatches, chunks, layout.lockstep)
 
     def stacked_layers(self) -> list[int]:
         """Numbers of the layers in the order in which the state holds them; model.layers stands for
@@ -617,9 +629,16 @@ class Config:
 
 
 @cache
-def _schedule(name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+def _own_schedule(table: str) -> Schedule:
+    return read_schedule(table, "layout.schedule_file")
+
+
+@cache
+def _schedule(
+    name: str, stages: int, microbatches: int, chunks: int | None, uniform: bool
+) -> Schedule:
     try:
-        return load_schedule(name, stages, microbatches, chunks, uniform=True)
+        return load_schedule(name, stages, microbatches, chunks, uniform)
     except ValueError as error:
         raise ValueError(
             f"layout.schedule={name} on mesh.pipe={stages} with train.microbatches={microbatches}: "

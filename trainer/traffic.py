@@ -21,7 +21,7 @@ from ..models.vocab import tokens_at_once
 from ..sharding.exchange import exchange_rows
 from ..sharding.gradients import UNREDUCED_AXES
 from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
-from ..sharding.pipeline.schedules import Schedule
+from ..sharding.pipeline.executor import permutes, splits_backward
 from .config import Config
 from .precision import DTYPES
 from .state import abstract_state
@@ -59,24 +59,21 @@ def held_layers(config: Config) -> int:
 
 
 def passes(config: Config) -> float:
-    """How often each layer of a device runs in a step: for every micro-batch, and in a pipeline
-    also in the ticks of the bubble, in which what a lockstep schedule computes is masked.
+    """How often each layer of a device runs in a step: for every micro-batch, and in a pipeline in
+    lockstep also in the ticks of the bubble, in which what is computed is masked.
     """
     schedule = config.pipeline()
-    if schedule is None:
+    if schedule is None or not schedule.uniform:
         return config.train.microbatches
-    return _ticks(schedule, "F") / schedule.chunks  # as many with a B
-
-
-def _ticks(schedule: Schedule, kind: str) -> int:
-    """Ticks in which any stage has an op of this kind."""
-    return len({tick for _, tick, op in schedule.ops() if op.kind == kind})
+    ticks = {tick for _, tick, op in schedule.ops() if op.kind == "F"}  # as many have a B
+    return len(ticks) / schedule.chunks
 
 
 def pipe_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Of the residual stream over pipe, n its bytes on a device for one micro-batch: n a tick with
-    an F and n a tick with a B, to a neighbour; and all-reduces of n, forward and backward, of what
-    all stages look up and of what all multiply by the output layer (arXiv 2411.05288).
+    """Of the residual stream over pipe, n its bytes on a device for one micro-batch: n to each
+    neighbour that a schedule sends to, an activation in every tick of a loop that has an F, a
+    gradient in every one that has a B; and all-reduces of n, forward and backward, of what all
+    stages look up and of what all multiply by the output layer (arXiv 2411.05288).
     """
     schedule = config.pipeline()
     if schedule is None:
@@ -85,8 +82,7 @@ def pipe_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = train.batch_size // train.microbatches * train.seq_len
     n = tokens * config.model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
     n //= layout.size((*layout.axes("batch"), *layout.axes("seq")))
-    ticks = _ticks(schedule, "F") + _ticks(schedule, "B")
-    yield Traffic("stages", PERMUTE, ("pipe",), n * ticks)
+    yield Traffic("stages", PERMUTE, ("pipe",), n * permutes(schedule))
     yield _ring("vocabulary", ALL_REDUCE, ["pipe"], 4 * n * train.microbatches, layout)
 
 
@@ -134,11 +130,12 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     arXiv 1909.08053; with sequence parallelism: 2205.05198), but for experts.
 
     In a layer two entrances gather n forward and once more for the weights' gradients, two exits do
-    so backward: 6 n. Exits forward and entrances backward reduce-scatter: 4 n. The embedding adds
-    one exit, the output layer one entrance, whose backward is part of the same sweep. Without
-    sequence parallelism only exits move: all-reduces, forward and backward. Full recomputation runs
-    attention's exit again; its entrances are those of the backward pass. Collective matmul
-    (doi 10.1145/3567955.3567959) sends the layers' part in N-1 permutes of n/N each.
+    so backward: 6 n; 8 n where a schedule has those gradients apart. Exits forward and entrances
+    backward reduce-scatter: 4 n. The embedding adds one exit, the output layer one entrance, whose
+    backward is part of the same sweep. Without sequence parallelism only exits move: all-reduces,
+    forward and backward. Full recomputation runs attention's exit again; its entrances are those of
+    the backward pass. Collective matmul (doi 10.1145/3567955.3567959) sends the layers' part in N-1
+    permutes of n/N each.
     """
     model, train = config.model, config.train
     rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
@@ -152,7 +149,9 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     mlps = layers
     if model.experts is not None and not model.shared_experts:
         mlps = model.dense_layers * passes(config)
-    gathers, scatters = 3 * (layers + mlps), 2 * (layers + mlps) + again
+    schedule = config.pipeline()
+    apart = schedule is not None and splits_backward(schedule)
+    gathers, scatters = (4 if apart else 3) * (layers + mlps), 2 * (layers + mlps) + again
     ends = 2 * train.microbatches
     if layout.overlap:
         yield _ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)

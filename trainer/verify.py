@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -42,7 +43,7 @@ LAYOUT_METRIC = "expert_rounds"
 """What a layout takes, and so the one metric that differs."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "mesh.pipe": (1, 2),
+    "mesh.pipe": (1, 2, 4),
     "mesh.data": (1, 2),
     "mesh.fsdp": (1, 2, 4),
     "mesh.context": (1, 2, 4, 8),
@@ -51,8 +52,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "layout.sequence_parallel": ("true", "false"),
     "layout.overlap": ("false", "true"),
     "layout.context": ("ring", "zigzag", "ulysses", "all_gather", "usp"),
-    "layout.schedule": ("1f1b", "gpipe", "interleaved"),
-    "train.microbatches": (1, 2),
+    "layout.schedule": ("1f1b", "gpipe", "interleaved", "zb_h1"),
+    "train.microbatches": (1, 4),
     "remat.policy": ("none", "full"),
 }
 """What the default cover varies: every axis and option that changes how a step is computed. The
@@ -66,6 +67,17 @@ EXPERT_CHOICES: dict[str, tuple[Any, ...]] = {
 collective matmul: those do not touch experts.
 """
 
+PIPELINES = (
+    "mesh.pipe=2 mesh.fsdp=4 layout.schedule=zb_h2 train.microbatches=4",
+    "mesh.pipe=2 mesh.tensor=2 mesh.fsdp=2 layout.schedule=zb_v train.microbatches=4 layout.zero=1",
+    "mesh.pipe=2 mesh.context=2 layout.context=ulysses layout.schedule=dualpipe_v "
+    "train.microbatches=4 remat.policy=full",
+    "mesh.pipe=4 layout.schedule=zb_v train.microbatches=4",
+    "mesh.pipe=8 layout.schedule=1f1b train.microbatches=4",
+    "mesh.pipe=8 layout.schedule=zb_h1 train.microbatches=8",
+)
+"""What the default cover adds, where it is possible: schedules that do not meet everything."""
+
 TOGETHER = ("mesh.tensor", "layout.sequence_parallel", "layout.overlap")
 """Keys of CHOICES that say how activations move: any two values do not cover the third."""
 
@@ -74,6 +86,7 @@ ONE_DEVICE = (
     "mesh.dcn={}",
     *(f"mesh.{axis}=1" for axis in MESH_AXES),
     "layout.experts=[expert]",
+    "layout.schedule_file=null",
     "train.eval_batch_size=null",
     "precision.compute=f32",
     "precision.reduce=f32",
@@ -114,13 +127,13 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     """Compare each layout with one device, print a line for each, say whether all are equal.
 
     layouts: a text file with one layout a line, as key=value overrides of `config` on one device;
-    # starts a comment. Default: a pairwise cover of CHOICES. Raises ValueError where a layout is
-    impossible or there is none.
+    # starts a comment. Default: a pairwise cover of CHOICES, and PIPELINES. Raises ValueError where
+    a layout is impossible or there is none.
     """
     prepare_devices(config.device)
     if layouts is None:
         config = override(config, *REFERENCE)
-        chosen = pairwise_cover(config)
+        chosen = [*pairwise_cover(config), *pipelines(config)]
     else:
         chosen = read_layouts(Path(layouts))
     if not chosen:
@@ -250,6 +263,16 @@ def pairwise_cover(config: Config) -> list[str]:
         cover.append(max(met_by, key=lambda layout: (met_by[layout] & missing).bit_count()))
         missing &= ~met_by[cover[-1]]
     return cover
+
+
+def pipelines(config: Config) -> list[str]:
+    """Those of PIPELINES that `config` and the devices allow."""
+    reference, possible = override(config, *REFERENCE), []
+    for layout in PIPELINES:
+        with suppress(ValueError):
+            layout_config(reference, layout)
+            possible.append(layout)
+    return possible
 
 
 def choices_for(config: Config) -> dict[str, tuple[Any, ...]]:

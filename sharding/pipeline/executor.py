@@ -1,14 +1,19 @@
 """Runs a schedule's table inside the step's `shard_map`; what a stage computes is an argument.
 
-Every stage runs the same program. Consecutive ticks with the same phases are one `lax.scan`. A
-phase that a stage does not have in its tick is masked: its forward is kept by nobody, its backward
-pass starts from a zero cotangent and makes zero gradients. So anything may run inside a stage,
-collectives over other axes included, and activations and gradients travel along `pipe` outside any
-branch. Embedding and head meet all stages; whether they run depends on the tick alone.
+Every stage runs the same program, a few `lax.scan`s over ticks. Of the phases F, B and W a stage
+has in its tick what the table says. In the uniform kind, that of lockstep schedules, a phase that
+any stage has runs on all, masked where it is not theirs: its forward is kept by nobody, its
+backward pass starts from a zero cotangent and makes zero gradients. So anything may run inside a
+stage. In the per-stage kind, that of all other tables, a phase stands in a branch that only the
+stages take that have it. There collectives may run whose groups lie on one stage, but no permute,
+for which CPU waits for all devices. In both, activations and gradients travel along `pipe` outside
+any branch, and embedding and head, which meet all stages, run as the tick alone says.
 
 F stashes what its VJP saves, but for the parameters, which are there anyway: B computes nothing
-again that the policy of recomputation does not, and no weight waits in a buffer. Letters: p stages,
-m micro-batches, v chunks of n layers on a stage, x[...] one micro-batch's activations.
+again that the policy of recomputation does not, and no weight waits in a buffer. Where the table
+has any W apart from its B, B leaves the gradients of products by weights to W: see `taps.py`.
+Letters: p stages, m micro-batches, v chunks of n layers on a stage, x[...] one micro-batch's
+activations.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ import numpy as np
 from jax import lax
 
 from ..collectives import all_reduce, axis_index, shift
-from ..layout import Layout
+from ..hlo import taken
+from ..layout import Layout, is_param
+from ..taps import Product, find_products, make_taps, weight_gradients, with_taps
 from .schedules import Op, Schedule, Value
 
 AXIS = "pipe"
@@ -63,6 +70,14 @@ class _Rows(NamedTuple):
     x: Any
     dy: Any = None
     stash: Any = None
+    taps: Any = None
+
+
+class _Gradients(NamedTuple):
+    """Some of a chunk's: numbers of its leaves, and a tree with those leaves alone."""
+
+    numbers: Sequence[int]
+    tree: Any
 
 
 def run_schedule(
@@ -76,43 +91,59 @@ def run_schedule(
     mark: Callable[[Any], jax.Array] | None = None,
 ) -> Totals:
     """Local. stack: this stage's layers [v·n, ...], chunk after chunk; pieces: [m, ...]. scatter:
-    gradients of ends or of a chunk -> what is added up of them. mark: the same gradients -> [...]
-    f32, of which each micro-batch's maximum is kept.
+    gradients of ends or of a chunk, or of some of its leaves -> what is added up of them. mark: the
+    same gradients -> [leaf] f32, of which each micro-batch's maximum is kept.
 
-    n the bytes of x: a tick in which any stage has an F sends n along `pipe` in each direction that
-    the placement has, and so does one with a B. Embedding and head all-reduce n each for every
-    micro-batch, and once more backward.
+    n the bytes of x: a stage sends n along `pipe` as often as `permutes` says. Embedding and head
+    all-reduce n each for every micro-batch, and once more backward.
     """
     table, v = stage_orders(schedule), schedule.chunks
     trains = bool(table["B"].any())
     stage = axis_index(AXIS, layout)
     last, _ = _places(schedule)[-1]
     recipes: list[Any] = []  # how B puts a VJP together again: the same for every F
+    products = _products(schedule, stages, ends, stack, pieces)
+    later = sorted(number for product in products for number in product.weights)
+    at_once = [number for number in range(len(jax.tree.leaves(stack))) if number not in later]
 
     def forward(chunk: Any, x: jax.Array, piece: Any, depth: Any):
         """(y, sums, what B needs beside the parameters)"""
+        params, structure = jax.tree.flatten(chunk)
+        taps = make_taps(products, params)
 
-        def layers(chunk: Any, x: jax.Array):
-            return stages.layers(chunk, x, piece, depth)
+        def layers(some: Any, taps: Any, x: jax.Array):
+            leaves = list(params)
+            for number, leaf in zip(at_once, jax.tree.leaves(some), strict=True):
+                leaves[number] = leaf
+            leaves = with_taps(products, leaves, taps)
+            return stages.layers(jax.tree.unflatten(structure, leaves), x, piece, depth)
 
+        some = _only(chunk, at_once)
         if not trains:
-            (y, _), sums = layers(chunk, x)
+            (y, _), sums = layers(some, taps, x)
             return y, sums, []
-        (y, _), vjp, sums = jax.vjp(layers, chunk, x, has_aux=True)
+        (y, _), vjp, sums = jax.vjp(layers, some, taps, x, has_aux=True)
         saved, tree = jax.tree.flatten(vjp)
-        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(chunk))}
+        known = {id(leaf): number for number, leaf in enumerate(params)}
         numbers = [known.get(id(leaf)) for leaf in saved]
         recipes.append((tree, numbers))
         return y, sums, [a for a, number in zip(saved, numbers, strict=True) if number is None]
 
     def backward(chunk: Any, stash: Sequence[jax.Array], dy: jax.Array, active: jax.Array):
-        """(gradients of chunk, dx)"""
+        """(gradients of what is not left for later, taps, dx)"""
         (tree, numbers), *others = recipes
         assert all(more == numbers for _, more in others)
         kept, params = iter(stash), jax.tree.leaves(chunk)
         leaves = [next(kept) if number is None else params[number] for number in numbers]
         masked = jnp.where(active, dy, jnp.zeros_like(dy)), active.astype(jnp.float32)
-        return jax.tree.unflatten(tree, leaves)(masked)
+        some, taps, dx = jax.tree.unflatten(tree, leaves)(masked)
+        return _Gradients(at_once, some), taps, dx
+
+    def weights_backward(chunk: Any, taps: Any) -> _Gradients:
+        """What was left for later."""
+        grads = weight_gradients(products, jax.tree.leaves(chunk), taps)
+        structure = jax.tree.structure(_only(chunk, later))
+        return _Gradients(later, jax.tree.unflatten(structure, [grads[n] for n in later]))
 
     def add_ends(totals: Totals, grads: Any, microbatch: Any) -> Totals:
         if mark:
@@ -120,20 +151,32 @@ def run_schedule(
             totals = totals._replace(marks=(of_ends.at[microbatch].max(mark(grads)), of_stack))
         return totals._replace(ends=jax.tree.map(jnp.add, totals.ends, scatter(grads)))
 
-    def add_chunk(totals: Totals, grads: Any, now: dict[str, jax.Array]) -> Totals:
-        if mark:
+    def add_chunk(totals: Totals, grads: _Gradients, kind: str, now: dict[str, jax.Array]):
+        numbers, tree = grads
+        if mark and numbers:
             of_ends, of_stack = totals.marks
-            new = jnp.where(now["B"], mark(grads), 0.0)
-            of_stack = of_stack.at[now["B.microbatch"]].max(new)
+            new = jnp.where(now[kind], mark(tree), 0.0)
+            of_stack = of_stack.at[now[f"{kind}.microbatch"], np.asarray(numbers)].max(new)
             totals = totals._replace(marks=(of_ends, of_stack))
-        stack = _add_part(totals.stack, scatter(grads), now["B.chunk"], v)
-        return totals._replace(stack=stack)
+        sums, structure = jax.tree.flatten(totals.stack)
+        for number, grad in zip(numbers, jax.tree.leaves(scatter(tree)), strict=True):
+            sums[number] = _add_part(sums[number], grad, now[f"{kind}.chunk"], v)
+        return totals._replace(stack=jax.tree.unflatten(structure, sums))
 
     def tick(
         state: tuple[_Rows, Totals], now: dict[str, jax.Array], group: dict[str, np.ndarray]
     ) -> tuple[_Rows, Totals]:
         """One tick. now: this stage's orders; group: those of all stages in the ticks like it."""
         rows, totals = state
+
+        def phase(kind: str, run: Callable[[Any], Any], value: Any) -> Any:
+            """`run(value)` on the stages that have an op of this kind; `value` on the others, or
+            what `run` makes of it masked. All groups together, each stage has as many as the first.
+            """
+            if schedule.uniform or group[kind].all():
+                return run(value)
+            with jax.named_scope(taken(int(group[kind][:, 0].sum()), len(group[kind]))):
+                return lax.cond(now[kind], run, lambda value: value, value)
 
         def sometimes(name: str, run: Callable[[Any, Any], Any], value: Any) -> Any:
             """`run(piece, value)` in the ticks that have this order, `value` in the others."""
@@ -146,7 +189,8 @@ def run_schedule(
 
             if there.all():
                 return with_piece(value)
-            return lax.cond(now[name] >= 0, with_piece, lambda value: value, value)
+            with jax.named_scope(taken(int(there.sum()), len(there))):
+                return lax.cond(now[name] >= 0, with_piece, lambda value: value, value)
 
         def head(piece: Any, value: tuple[Any, Totals]) -> tuple[Any, Totals]:
             waiting, totals = value
@@ -168,6 +212,27 @@ def run_schedule(
             (grads,) = jax.vjp(lambda ends: stages.embed(ends, piece), ends)[1](first)
             return add_ends(totals, grads, now["embed_backward"])
 
+        def run_forward(value: tuple[_Rows, Totals, Any]) -> tuple[_Rows, Totals, Any]:
+            rows, totals, x = value
+            piece, chunk = _row(pieces, now["F.microbatch"]), _part(stack, now["F.chunk"], v)
+            y, sums, stash = forward(chunk, x, piece, now["F.depth"])
+            kept = jax.tree.map(lambda a: jnp.where(now["F"], a, 0), sums)
+            if trains:
+                rows = rows._replace(stash=_put(rows.stash, stash, now["F.stash"]))
+            return rows, _add_sums(totals, layers=kept), y
+
+        def run_backward(value: tuple[_Rows, Totals, Any]) -> tuple[_Rows, Totals, Any]:
+            rows, totals, dy = value
+            stash, chunk = _row(rows.stash, now["B.stash"]), _part(stack, now["B.chunk"], v)
+            grads, taps, dx = backward(chunk, stash, dy, now["B"])
+            if products:
+                rows = rows._replace(taps=_put(rows.taps, taps, now["B.taps"]))
+            return rows, add_chunk(totals, grads, "B", now), dx
+
+        def run_weights(totals: Totals) -> Totals:
+            taps, chunk = _row(rows.taps, now["W.taps"]), _part(stack, now["W.chunk"], v)
+            return add_chunk(totals, weights_backward(chunk, taps), "W", now)
+
         y: Any = None
         dx: Any = None
         if group["F"].any():
@@ -176,20 +241,14 @@ def run_schedule(
                 "embed", lambda piece, _: stages.embed(ends, piece), jnp.zeros_like(x)
             )
             x = jnp.where(now["F.first"], first, x)
-            piece, chunk = _row(pieces, now["F.microbatch"]), _part(stack, now["F.chunk"], v)
-            y, sums, stash = forward(chunk, x, piece, now["F.depth"])
-            kept = jax.tree.map(lambda a: jnp.where(now["F"], a, 0), sums)
-            totals = _add_sums(totals, layers=kept)
-            if trains:
-                rows = rows._replace(stash=_put(rows.stash, stash, now["F.stash"]))
+            rows, totals, y = phase("F", run_forward, (rows, totals, x))
             dy, totals = sometimes("head", head, (rows.dy, totals))
             rows = rows._replace(dy=dy)
         if group["B"].any():
-            dy, stash = _row(rows.dy, now["B.dy"]), _row(rows.stash, now["B.stash"])
-            chunk = _part(stack, now["B.chunk"], v)
-            grads, dx = backward(chunk, stash, dy, now["B"])
-            totals = add_chunk(totals, grads, now)
+            rows, totals, dx = phase("B", run_backward, (rows, totals, _row(rows.dy, now["B.dy"])))
             totals = sometimes("embed_backward", embed_backward, totals)
+        if products and group["W"].any():
+            totals = phase("W", run_weights, totals)
         return _exchange(rows, y, dx, now, table, layout), totals
 
     def first_state(ends: Any, stack: Any, pieces: Any) -> tuple[_Rows, Totals]:
@@ -200,31 +259,66 @@ def run_schedule(
         sums, sizes = (sums, stages.head(ends, y, piece)[1]), schedule.buffers
         if not trains:
             return _Rows(_rows(x, sizes["x"])), Totals(sums)
-        rows = (_rows(a, sizes[name]) for name, a in (("x", x), ("dy", x), ("stash", stash)))
+        taps = make_taps(products, jax.tree.leaves(chunk))
+        waiting = ("x", x), ("dy", x), ("stash", stash), ("taps", taps)
+        rows = (_rows(a, sizes[name]) for name, a in waiting)
         marks = mark and _rows((mark(ends), mark(chunk)), schedule.microbatches - 1)
         return _Rows(*rows), Totals(sums, scatter(ends), scatter(stack), marks)
 
     shapes = jax.eval_shape(first_state, ends, stack, pieces)
     state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    phases = [(bool(table["F"][t].any()), bool(table["B"][t].any())) for t in range(schedule.ticks)]
-    for phase, numbered in groupby(enumerate(phases), lambda item: item[1]):
-        ticks = [number for number, _ in numbered]
+    for ticks in tick_groups(schedule):
         group = {name: order[ticks] for name, order in table.items()}
         own = {
             name: jnp.asarray(order) if order.ndim == 1 else jnp.take(jnp.asarray(order), stage, 1)
             for name, order in group.items()
         }
-        if any(phase):
-            run = partial(tick, group=group)
-            state, _ = lax.scan(lambda state, now, run=run: (run(state, now), None), state, own)
+        run = partial(tick, group=group)
+        state, _ = lax.scan(lambda state, now, run=run: (run(state, now), None), state, own)
     return state[1]
 
 
+def tick_groups(schedule: Schedule) -> list[list[int]]:
+    """Ticks that one scan runs. Uniform: consecutive ones with the same phases, so that nothing is
+    masked on all stages. Per stage, where phases are branches: until the first head, until the last
+    F, and the rest.
+    """
+    kinds = [{op.kind for row in schedule.table for op in row[t]} for t in range(schedule.ticks)]
+    if schedule.uniform:
+        runs = groupby(range(schedule.ticks), key=lambda tick: kinds[tick])
+        return [list(ticks) for kind, ticks in runs if kind]
+    head = stage_orders(schedule)["head"]
+    first, end = int(np.argmax(head >= 0)), max(t for t, kind in enumerate(kinds) if "F" in kind)
+    bounds = (0, first), (first, end + 1), (end + 1, schedule.ticks)
+    return [list(range(*bound)) for bound in bounds if bound[0] < bound[1]]
+
+
+def permutes(schedule: Schedule) -> int:
+    """How often a stage sends an activation or a gradient to a neighbour."""
+    table, sizes = stage_orders(schedule), schedule.buffers
+    ways = {
+        buffer: sum(bool((table[_arrival(buffer, by)] < sizes[buffer]).any()) for by in (1, -1))
+        for buffer in ("x", "dy")
+    }
+    return sum(
+        len(ticks) * ways[buffer]
+        for ticks in tick_groups(schedule)
+        for kind, buffer in (("F", "x"), ("B", "dy"))
+        if table[kind][ticks].any()
+    )
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether any W stands apart from its B."""
+    return any(value.buffer == "taps" for value in schedule.rows)
+
+
 def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
-    """The table by phase. [tick, stage]: whether there is an F or B, of which micro-batch, chunk
+    """The table by phase. [tick, stage]: whether there is an F, B or W, of which micro-batch, chunk
     and depth, whether of the model's first chunk, the rows of what it reads and writes, and those
     for what arrives at the end of the tick from each of WAYS. [tick]: the micro-batch that `embed`,
-    `head` and `embed_backward` run, -1 for none.
+    `head` and `embed_backward` run, -1 for none. Taps of a W in the slot of its B pass through the
+    row for what nobody waits for.
     """
     places, sizes = _places(schedule), schedule.buffers
     shape = schedule.ticks, schedule.stages
@@ -232,8 +326,9 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
     def fill(value: bool | int) -> np.ndarray:
         return np.full(shape, value, bool if isinstance(value, bool) else np.int32)
 
-    orders = {f"{kind}{what}": fill(False) for kind in "FB" for what in ("", ".first")}
-    orders |= {f"{kind}.{what}": fill(0) for kind in "FB" for what in ("microbatch", "chunk")}
+    orders = {f"{kind}{what}": fill(False) for kind in "FBW" for what in ("", ".first")}
+    orders |= {f"{kind}.{what}": fill(0) for kind in "FBW" for what in ("microbatch", "chunk")}
+    orders |= {f"{kind}.taps": fill(sizes["taps"]) for kind in "BW"}
     orders |= {"F.depth": fill(0), "F.x": fill(sizes["x"]), "F.stash": fill(sizes["stash"])}
     # an idle B reads row 0: before the first B of any stage, all have written to theirs
     orders |= {"B.stash": fill(0), "B.dy": fill(0), "head.dy": fill(sizes["dy"])}
@@ -242,8 +337,6 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
         orders[name] = np.full(schedule.ticks, -1, np.int32)
 
     for stage, tick, op in schedule.ops():
-        if op.kind == "W":  # in the slot of its B
-            continue
         here, depth = (tick, stage), schedule.result(stage, op).depth
         entries = {"": True, ".first": depth == 0, ".microbatch": op.microbatch, ".chunk": op.chunk}
         for what, entry in entries.items():
@@ -253,6 +346,10 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
             value = Value(buffer, stage, op.microbatch, chunk)
             return schedule.rows.get(value, sizes[buffer])
 
+        if op.kind != "F":
+            orders[f"{op.kind}.taps"][here] = row("taps")
+        if op.kind == "W":
+            continue
         orders[f"{op.kind}.stash"][here] = row("stash")
         if op.kind == "F":
             orders["F.depth"][here], orders["F.x"][here] = depth, row("x")
@@ -271,6 +368,27 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
             if op.kind == "F":
                 orders["head.dy"][here] = row("dy")
     return orders
+
+
+def _products(
+    schedule: Schedule, stages: Stages, ends: Any, stack: Any, pieces: Any
+) -> list[Product]:
+    """What B leaves for W."""
+    if not splits_backward(schedule):
+        return []
+
+    def layers(chunk: Any) -> Any:
+        piece = _row(pieces, 0)
+        return stages.layers(chunk, stages.embed(ends, piece), piece, 0)
+
+    return find_products(layers, _part(stack, 0, schedule.chunks))
+
+
+def _only(tree: Any, numbers: Sequence[int]) -> Any:
+    """The tree with no Params but those."""
+    params, structure = jax.tree.flatten(tree, is_leaf=is_param)
+    kept = (param if number in numbers else None for number, param in enumerate(params))
+    return jax.tree.unflatten(structure, kept)
 
 
 def _places(schedule: Schedule) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .check import check_ops, check_schedule
+from .check import check_ops, check_rows, check_schedule
 from .schedules import (
     NAMES,
     PLACEMENTS,
@@ -30,7 +30,7 @@ def load_schedule(
     """
     path = Path(name)
     if name not in NAMES and path.is_file():
-        schedule = read_schedule(path)
+        schedule = read_schedule(path.read_text(encoding="utf-8-sig", errors="replace"), name)
         if uniform:
             raise ValueError(
                 f"{name} is a table of your own; only {', '.join(UNIFORM)} have a uniform form"
@@ -38,7 +38,6 @@ def load_schedule(
         for what, given in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
             if given not in (None, own := getattr(schedule, what)):
                 raise ValueError(f"{what}={given}, but {name} has {own}: write {what}={own}")
-        check_schedule(schedule)
         return schedule
     if name not in NAMES:
         raise ValueError(
@@ -51,12 +50,12 @@ def load_schedule(
     return schedule
 
 
-def read_schedule(path: Path) -> Schedule:
-    """A table from a CSV file, checked: a line for each stage, a cell for each tick (`read_slot`
-    has the notation; an empty one is idle). Chunks need a first line `placement,v`, or another of
-    PLACEMENTS. Micro-batches and chunks are as many as the cells name.
+def read_schedule(text: str, origin: str) -> Schedule:
+    """A table from the text of a CSV file, checked: a line for each stage, a cell for each tick
+    (`read_slot` has the notation; an empty one is idle). Chunks need a first line `placement,v`, or
+    another of PLACEMENTS. Micro-batches and chunks are as many as the cells name. Raises ValueError
+    naming `origin`.
     """
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     while lines and not any(lines[-1]):
         lines.pop()
@@ -65,9 +64,12 @@ def read_schedule(path: Path) -> Schedule:
         written = ", ".join(filter(None, lines.pop(0)[1:]))
         placement = next((known for known in PLACEMENTS if known == written), None)
         if placement is None:
-            raise ValueError(f"{path}: placement {written!r}: write one of {', '.join(PLACEMENTS)}")
+            choices = ", ".join(PLACEMENTS)
+            raise ValueError(f"{origin}: placement {written!r}: write one of {choices}")
     if not lines:
-        raise ValueError(f"{path} has no stages; write a line for each, with a cell for each tick")
+        raise ValueError(
+            f"{origin} has no stages; write a line for each, with a cell for each tick"
+        )
     table: list[list[Slot]] = []
     width = max(map(len, lines))
     for stage, cells in enumerate(lines):
@@ -76,15 +78,17 @@ def read_schedule(path: Path) -> Schedule:
             try:
                 table[-1].append(read_slot(cell))
             except ValueError as error:
-                raise ValueError(f"{path}: stage {stage}, tick {tick}: {error}") from None
+                raise ValueError(f"{origin}: stage {stage}, tick {tick}: {error}") from None
     ops = [op for row in table for slot in row for op in slot]
     microbatches = max((op.microbatch for op in ops), default=0) + 1
     chunks = max((op.chunk for op in ops), default=0) + 1
     if chunks > 1 and placement is None:
         raise ValueError(
-            f"{path} has {chunks} chunks on a stage: say where they lie in a first line, "
+            f"{origin} has {chunks} chunks on a stage: say where they lie in a first line, "
             f"placement,v (or {', '.join(name for name in PLACEMENTS if name != 'v')})"
         )
-    sizes = str(path), microbatches, chunks, placement or "contiguous"
+    sizes = origin, microbatches, chunks, placement or "contiguous"
     check_ops(Schedule(*sizes, table=tuple(map(tuple, table)), rows={}))
-    return finish(*sizes, table)
+    schedule = finish(*sizes, table)
+    check_rows(schedule)
+    return schedule

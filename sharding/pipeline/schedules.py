@@ -187,14 +187,16 @@ def finish(
 
 
 def forward_schedule(stages: int, microbatches: int, chunks: int, placement: Placement) -> Schedule:
-    """Forward passes alone, to evaluate with the layers where training has them."""
+    """Forward passes alone, to evaluate with the layers where training has them; uniform, so that
+    anything may run inside a stage.
+    """
     units = sorted(
         ((m, c) for m in range(microbatches) for c in range(chunks)),
         key=lambda unit: (unit[0] // stages, unit[1], unit[0]),
     )
     order: list[Slot] = [(Op("F", *unit),) for unit in units]
     table = _in_ticks([order] * stages, chunks, placement)
-    return finish("forward", microbatches, chunks, placement, table)
+    return finish("forward", microbatches, chunks, placement, table, uniform=True)
 
 
 def stacked_layers(layers: int, stages: int, chunks: int, placement: Placement) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from meshwright.sharding.layout import is_param
 from meshwright.sharding.pipeline import executor
 from meshwright.trainer.generate import generate
+from meshwright.trainer.load import from_yaml, override, to_yaml
 from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
 from meshwright.trainer.sampling import Sampling
 from meshwright.trainer.state import (
@@ -53,6 +54,36 @@ TIED = (*EIGHT, "model.tie_embeddings=true", "train.z_loss=0.01", "train.dropout
         (TIED, "mesh.pipe=2 layout.schedule=interleaved layout.chunks=4 train.microbatches=4"),
         (SIX, "mesh.pipe=4 train.microbatches=4 mesh.context=2 layout.context=zigzag"),
         (SIX, "mesh.pipe=2 layout.schedule=interleaved mesh.tensor=2 train.microbatches=2"),
+        (
+            TIED,
+            "mesh.pipe=4 layout.schedule=zb_v mesh.fsdp=2 layout.zero=1 train.microbatches=4 "
+            "remat.policy=full",
+        ),
+        pytest.param(
+            SIX,
+            "mesh.pipe=2 layout.schedule=zb_h2 mesh.tensor=2 mesh.context=2 "
+            "layout.context=all_gather train.microbatches=4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            SIX,
+            "mesh.pipe=2 layout.schedule=dualpipe_v mesh.context=2 layout.context=ulysses "
+            "mesh.fsdp=2 layout.zero=2 train.microbatches=4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (*EIGHT, "model.experts=4", "model.shared_experts=1"),
+            "mesh.pipe=2 layout.schedule=zb_v mesh.expert=2 mesh.fsdp=2 train.microbatches=4",
+            marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(
+                (*TIED, "model.layers=16"),
+                f"mesh.pipe=8 layout.schedule={name} train.microbatches={microbatches}",
+                marks=pytest.mark.slow,
+            )
+            for name, microbatches in (("zb_h1", 1), ("zb_h2", 16), ("zb_v", 4), ("dualpipe_v", 16))
+        ),
         pytest.param(
             TIED, "mesh.pipe=4 layout.schedule=gpipe train.microbatches=8", marks=pytest.mark.slow
         ),
@@ -145,6 +176,48 @@ def test_evaluation_and_generation_equal_those_without_a_pipeline():
     assert (targets, texts) == (all_targets, same)
 
 
+def test_a_run_keeps_the_table_of_its_file(tmp_path):
+    """Whatever becomes of the file; the config that a run writes down opens without it."""
+    path = tmp_path / "own.csv"
+    path.write_text("F0,F1,,B0,W0,B1,W1\n,F0,BW0,F1,B1,W1")
+    layout = "mesh.pipe=2", "train.microbatches=2", f"layout.schedule_file={path}"
+    config = make_config(*SMALL, *layout)
+    path.unlink()
+    assert config.layout.schedule_file == "F0,F1,,B0,W0,B1,W1\n,F0,BW0,F1,B1,W1\n"
+    again = from_yaml(to_yaml(config), "config.yaml")
+    assert again == config
+    schedule = again.pipeline()
+    assert (schedule.ticks, schedule.uniform) == (7, False)
+    assert override(again, "layout.schedule_file=null", "layout.schedule=zb_h1").pipeline()
+
+
+@pytest.mark.parametrize(
+    ("table", "others", "message"),
+    [
+        (None, (), "layout.schedule_file=.*own.csv: No such file or directory; write a CSV file"),
+        ("F0,,BW0\n,F0,BW0", (), "layout.schedule_file: stage 0, tick 2: B0 needs B .* at tick 3"),
+        ("F0,,,BW0\n,F0,BW0", ("mesh.pipe=1",), "mesh.pipe=1, but .* 2 stages: write mesh.pipe=2"),
+        (
+            "F0,,,BW0\n,F0,BW0",
+            ("train.microbatches=2",),
+            "train.microbatches=2, but .* 1 microbatches: write train.microbatches=1",
+        ),
+        ("F0,,,BW0\n,F0,BW0", ("layout.schedule=zb_v",), "layout.schedule=zb_v is not read where"),
+        (
+            "F0,,,BW0\n,F0,BW0",
+            ("mesh.context=2",),
+            "a table of one's own runs stages in branches, .* layout.context=ring",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(tmp_path, table, others, message):
+    if table is not None:
+        (tmp_path / "own.csv").write_text(table)
+    file = f"layout.schedule_file={tmp_path / 'own.csv'}"
+    with pytest.raises(ValueError, match=message):
+        make_config(*SMALL, "mesh.pipe=2", file, *others)
+
+
 def temporary_bytes(schedule: str, microbatches: int) -> int:
     """Rows of a micro-batch are as many whatever their number: a step takes more of them."""
     config = make_config(
@@ -186,6 +259,21 @@ def test_activations_of_1f1b_do_not_grow_with_micro_batches_and_those_of_gpipe_d
         ),
         (("layout.chunks=2",), "layout.chunks=2 is not read by layout.schedule=1f1b"),
         (
+            ("mesh.pipe=2", "mesh.context=2", "layout.schedule=zb_h1", "layout.context=zigzag"),
+            "layout.schedule=zb_h1 .* layout.context=zigzag on mesh.context=2 .*; write "
+            "layout.context=all_gather or ulysses",
+        ),
+        (
+            ("mesh.pipe=2", "mesh.tensor=2", "layout.schedule=zb_h2", "layout.overlap=true"),
+            "layout.schedule=zb_h2 .* layout.overlap=true on mesh.tensor=2 .*; write "
+            "layout.overlap=false",
+        ),
+        (
+            ("model.layers=4", "mesh.pipe=2", "layout.schedule=dualpipe_v"),
+            "layout.schedule=dualpipe_v on mesh.pipe=2 with train.microbatches=1: .*: write "
+            "microbatches=4",
+        ),
+        (
             ("model.layers=6", "mesh.pipe=2", "remat.policy=full", "remat.every=2"),
             "model.layers=6 on mesh.pipe=2, 2 pieces in all, is not a multiple of remat.every=2",
         ),
@@ -196,22 +284,68 @@ def test_what_cannot_be_is_refused_with_both_numbers(overrides, message):
         make_config(*SMALL, *overrides)
 
 
-@pytest.mark.parametrize("remat", [(), ("remat.policy=full", "remat.every=2")], ids=["none", "2"])
-def test_no_weight_waits_in_a_buffer(monkeypatch, remat):
-    """B finds it in the parameters; the stash is activations alone, and scales of norms."""
-    found = []
+REMAT = pytest.mark.parametrize(
+    "remat",
+    [(), ("remat.policy=full",), ("remat.policy=full", "remat.every=2")],
+    ids=["none", "full", "2"],
+)
+
+
+@functools.cache
+def stage_program(*overrides):
+    """The step of a pipeline, traced, and the shapes that wait in it: F's stash, and taps."""
+    waiting = []
 
     def rows(tree, count):
-        if isinstance(tree, list):  # what F stashes
-            found.extend(leaf.shape for leaf in tree)
+        if isinstance(tree, list):
+            waiting.append([leaf.shape for leaf in jax.tree.leaves(tree)])
         return make_rows(tree, count)
 
     make_rows = executor._rows
-    monkeypatch.setattr(executor, "_rows", rows)
-    config = make_config(*SMALL, "model.layers=8", "train.seq_len=8", *remat, "mesh.pipe=2")
+    sizes = "model.layers=8", "train.seq_len=8", "mesh.pipe=2", "train.microbatches=4"
+    config = make_config(*SMALL, *sizes, *overrides)
     layout = lay_out(config, first_devices(config))
-    make_train_step(config, layout).lower(*step_shapes(config, layout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_rows", rows)
+        traced = make_train_step(config, layout).trace(*step_shapes(config, layout))
+    return config, traced.jaxpr, *waiting
+
+
+@REMAT
+def test_no_weight_waits_in_a_buffer(remat):
+    """B finds it in the parameters; the stash is activations alone, and scales of norms. Nor do
+    the zeros wait that are given as taps."""
+    config, _, stash, taps = stage_program(*remat, "layout.schedule=zb_h1")
+    *_, whole, none = stage_program(*remat, "layout.schedule=1f1b")
     params = jax.tree.leaves(abstract_state(config).params.blocks, is_leaf=is_param)
     weights = {p.get_value().shape[-len(p.axes) :] for p in params if len(p.axes) > 1}
-    assert len(found) > 5
+    assert len(stash) > 5
+    found = [*stash, *taps]
     assert not [shape for shape in found for weight in weights if shape[-len(weight) :] == weight]
+    assert sorted(stash) == sorted(whole)
+    assert len(taps) == 4 + 7  # the inputs of four products, the gradients of seven outputs
+    assert not none
+
+
+def products_in(jaxpr) -> int:
+    """Matrix products that a program's text holds, in all that it calls."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == "dot_general"
+        for value in jax.tree.leaves(equation.params, is_leaf=is_program):
+            if is_program(value):
+                count += products_in(getattr(value, "jaxpr", value))
+    return count
+
+
+def is_program(value) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@pytest.mark.parametrize("remat", [(), ("remat.policy=full",)], ids=["none", "full"])
+def test_a_backward_pass_in_two_multiplies_as_often_as_one_in_one(remat):
+    """Both schedules have three programs of ticks: F; F, head and backward; backward. So W computes
+    nothing again, whatever the policy."""
+    _, whole, *_ = stage_program(*remat, "layout.schedule=1f1b")
+    _, apart, *_ = stage_program(*remat, "layout.schedule=zb_h1")
+    assert products_in(apart.jaxpr) == products_in(whole.jaxpr) > 2 * 3 * 7

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from meshwright.sharding.hlo import KINDS, Collective, read_program
+from meshwright.sharding.hlo import KINDS, Collective, read_program, taken
 from runs import layout_on, shard_map
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -144,6 +144,20 @@ def test_every_branch_of_a_conditional_counts():
         return lax.switch(x.sum().astype(jnp.int32), sums, x)
 
     assert sorted(c.axes for c in read(run, ones(4))) == [("data",), ("fsdp",), ("tensor",)]
+
+
+def test_a_branch_in_a_loop_counts_as_often_as_its_scope_says():
+    """Here in each round of an outer loop in two of four of an inner one."""
+
+    def maybe(x, number):
+        with jax.named_scope(taken(2, 4)):
+            return lax.cond(number < 2, lambda x: 2 * all_reduce(x, "fsdp", layout()), abs, x), None
+
+    def inner(x, _):
+        return lax.scan(maybe, x, jnp.arange(4))[0], None
+
+    found = read(lambda x: lax.scan(inner, x, length=3)[0], ones(8))
+    assert [(each.kind, each.times) for each in found] == [("all-reduce", 3 * 2)]
 
 
 def test_a_combined_all_reduce_is_one():

@@ -150,7 +150,7 @@ def test_the_cover_meets_every_possible_pair(small_config):
     reference = override(small_config, *REFERENCE)
     cover = pairwise_cover(small_config)
     assert cover == pairwise_cover(small_config)
-    assert len(set(cover)) == len(cover) < 40
+    assert len(set(cover)) == len(cover) < 50
     defaults = {key: f"{key}={values[0]}" for key, values in CHOICES.items()}
     met = set()
     for layout in cover:
@@ -167,7 +167,8 @@ def test_the_cover_meets_every_possible_pair(small_config):
         ("mesh.fsdp=4", "mesh.context=4"),
         ("mesh.context=4", "mesh.tensor=4"),
         *((f"mesh.{axis}", "mesh.context=8") for axis in ("data=2", "fsdp=2", "fsdp=4")),
-        ("mesh.pipe=2", "mesh.context=8"),
+        *((f"mesh.pipe={size}", "mesh.context=8") for size in (2, 4)),
+        *(("mesh.pipe=4", f"mesh.{axis}=4") for axis in ("fsdp", "context", "tensor")),
         *(("mesh.context=8", f"layout.schedule={name}") for name in CHOICES["layout.schedule"][1:]),
         *(("mesh.context=8", f"mesh.tensor={size}") for size in (2, 4)),
     }
@@ -180,6 +181,8 @@ def test_the_cover_meets_every_possible_pair(small_config):
         ("mesh.context=8", "layout.context=ulysses"),  # of four heads
         *(("mesh.tensor=4", f"layout.context={mode}") for mode in ("ulysses", "usp")),
         ("layout.schedule=interleaved", "train.microbatches=1"),  # less than the stages
+        ("mesh.pipe=4", "layout.schedule=interleaved"),  # of four layers
+        ("layout.context=zigzag", "layout.schedule=zb_h1"),  # a ring in a branch
     }
     assert pairs - met == large | unread | refused
 

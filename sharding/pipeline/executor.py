@@ -101,49 +101,7 @@ def run_schedule(
     trains = bool(table["B"].any())
     stage = axis_index(AXIS, layout)
     last, _ = _places(schedule)[-1]
-    recipes: list[Any] = []  # how B puts a VJP together again: the same for every F
-    products = _products(schedule, stages, ends, stack, pieces)
-    later = sorted(number for product in products for number in product.weights)
-    at_once = [number for number in range(len(jax.tree.leaves(stack))) if number not in later]
-
-    def forward(chunk: Any, x: jax.Array, piece: Any, depth: Any):
-        """(y, sums, what B needs beside the parameters)"""
-        params, structure = jax.tree.flatten(chunk)
-        taps = make_taps(products, params)
-
-        def layers(some: Any, taps: Any, x: jax.Array):
-            leaves = list(params)
-            for number, leaf in zip(at_once, jax.tree.leaves(some), strict=True):
-                leaves[number] = leaf
-            leaves = with_taps(products, leaves, taps)
-            return stages.layers(jax.tree.unflatten(structure, leaves), x, piece, depth)
-
-        some = _only(chunk, at_once)
-        if not trains:
-            (y, _), sums = layers(some, taps, x)
-            return y, sums, []
-        (y, _), vjp, sums = jax.vjp(layers, some, taps, x, has_aux=True)
-        saved, tree = jax.tree.flatten(vjp)
-        known = {id(leaf): number for number, leaf in enumerate(params)}
-        numbers = [known.get(id(leaf)) for leaf in saved]
-        recipes.append((tree, numbers))
-        return y, sums, [a for a, number in zip(saved, numbers, strict=True) if number is None]
-
-    def backward(chunk: Any, stash: Sequence[jax.Array], dy: jax.Array, active: jax.Array):
-        """(gradients of what is not left for later, taps, dx)"""
-        (tree, numbers), *others = recipes
-        assert all(more == numbers for _, more in others)
-        kept, params = iter(stash), jax.tree.leaves(chunk)
-        leaves = [next(kept) if number is None else params[number] for number in numbers]
-        masked = jnp.where(active, dy, jnp.zeros_like(dy)), active.astype(jnp.float32)
-        some, taps, dx = jax.tree.unflatten(tree, leaves)(masked)
-        return _Gradients(at_once, some), taps, dx
-
-    def weights_backward(chunk: Any, taps: Any) -> _Gradients:
-        """What was left for later."""
-        grads = weight_gradients(products, jax.tree.leaves(chunk), taps)
-        structure = jax.tree.structure(_only(chunk, later))
-        return _Gradients(later, jax.tree.unflatten(structure, [grads[n] for n in later]))
+    passes = _chunk_passes(stages, _products(schedule, stages, ends, stack, pieces), trains)
 
     def add_ends(totals: Totals, grads: Any, microbatch: Any) -> Totals:
         if mark:
@@ -153,7 +111,7 @@ def run_schedule(
 
     def add_chunk(totals: Totals, grads: _Gradients, kind: str, now: dict[str, jax.Array]):
         numbers, tree = grads
-        if mark and numbers:
+        if mark:
             of_ends, of_stack = totals.marks
             new = jnp.where(now[kind], mark(tree), 0.0)
             of_stack = of_stack.at[now[f"{kind}.microbatch"], np.asarray(numbers)].max(new)
@@ -215,7 +173,7 @@ def run_schedule(
         def run_forward(value: tuple[_Rows, Totals, Any]) -> tuple[_Rows, Totals, Any]:
             rows, totals, x = value
             piece, chunk = _row(pieces, now["F.microbatch"]), _part(stack, now["F.chunk"], v)
-            y, sums, stash = forward(chunk, x, piece, now["F.depth"])
+            y, sums, stash = passes.forward(chunk, x, piece, now["F.depth"])
             kept = jax.tree.map(lambda a: jnp.where(now["F"], a, 0), sums)
             if trains:
                 rows = rows._replace(stash=_put(rows.stash, stash, now["F.stash"]))
@@ -224,14 +182,14 @@ def run_schedule(
         def run_backward(value: tuple[_Rows, Totals, Any]) -> tuple[_Rows, Totals, Any]:
             rows, totals, dy = value
             stash, chunk = _row(rows.stash, now["B.stash"]), _part(stack, now["B.chunk"], v)
-            grads, taps, dx = backward(chunk, stash, dy, now["B"])
-            if products:
+            grads, taps, dx = passes.backward(chunk, stash, dy, now["B"])
+            if passes.products:
                 rows = rows._replace(taps=_put(rows.taps, taps, now["B.taps"]))
             return rows, add_chunk(totals, grads, "B", now), dx
 
         def run_weights(totals: Totals) -> Totals:
             taps, chunk = _row(rows.taps, now["W.taps"]), _part(stack, now["W.chunk"], v)
-            return add_chunk(totals, weights_backward(chunk, taps), "W", now)
+            return add_chunk(totals, passes.weights(chunk, taps), "W", now)
 
         y: Any = None
         dx: Any = None
@@ -247,7 +205,7 @@ def run_schedule(
         if group["B"].any():
             rows, totals, dx = phase("B", run_backward, (rows, totals, _row(rows.dy, now["B.dy"])))
             totals = sometimes("embed_backward", embed_backward, totals)
-        if products and group["W"].any():
+        if passes.products and group["W"].any():
             totals = phase("W", run_weights, totals)
         return _exchange(rows, y, dx, now, table, layout), totals
 
@@ -255,11 +213,11 @@ def run_schedule(
         """The state before the first tick, of which only shapes are wanted."""
         piece, chunk = _row(pieces, 0), _part(stack, 0, v)
         x = stages.embed(ends, piece)
-        y, sums, stash = forward(chunk, x, piece, 0)
+        y, sums, stash = passes.forward(chunk, x, piece, 0)
         sums, sizes = (sums, stages.head(ends, y, piece)[1]), schedule.buffers
         if not trains:
             return _Rows(_rows(x, sizes["x"])), Totals(sums)
-        taps = make_taps(products, jax.tree.leaves(chunk))
+        taps = make_taps(passes.products, jax.tree.leaves(chunk))
         waiting = ("x", x), ("dy", x), ("stash", stash), ("taps", taps)
         rows = (_rows(a, sizes[name]) for name, a in waiting)
         marks = mark and _rows((mark(ends), mark(chunk)), schedule.microbatches - 1)
@@ -276,6 +234,63 @@ def run_schedule(
         run = partial(tick, group=group)
         state, _ = lax.scan(lambda state, now, run=run: (run(state, now), None), state, own)
     return state[1]
+
+
+class _Passes(NamedTuple):
+    """Those of one chunk. products: what `backward` leaves for `weights`."""
+
+    products: Sequence[Product]
+    forward: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any, list[jax.Array]]]
+    """(chunk, x, piece, depth) -> y, sums to log, what B needs beside the parameters"""
+    backward: Callable[
+        [Any, Sequence[jax.Array], jax.Array, jax.Array], tuple[_Gradients, Any, Any]
+    ]
+    """(chunk, what F kept, dy, whether there is a B) -> gradients, what W needs, dx"""
+    weights: Callable[[Any, Any], _Gradients]
+    """(chunk, what B kept) -> gradients"""
+
+
+def _chunk_passes(stages: Stages, products: Sequence[Product], trains: bool) -> _Passes:
+    later = sorted(number for product in products for number in product.weights)
+    recipes: list[Any] = []  # how B puts a VJP together again: the same for every F
+
+    def forward(chunk: Any, x: jax.Array, piece: Any, depth: Any):
+        params, structure = jax.tree.flatten(chunk)
+        at_once = [number for number in range(len(params)) if number not in later]
+
+        def layers(some: Any, taps: Any, x: jax.Array):
+            leaves = list(params)
+            for number, leaf in zip(at_once, jax.tree.leaves(some), strict=True):
+                leaves[number] = leaf
+            leaves = with_taps(products, leaves, taps)
+            return stages.layers(jax.tree.unflatten(structure, leaves), x, piece, depth)
+
+        given = _only(chunk, at_once), make_taps(products, params), x
+        if not trains:
+            (y, _), sums = layers(*given)
+            return y, sums, []
+        (y, _), vjp, sums = jax.vjp(layers, *given, has_aux=True)
+        saved, tree = jax.tree.flatten(vjp)
+        known = {id(leaf): number for number, leaf in enumerate(params)}
+        numbers = [known.get(id(leaf)) for leaf in saved]
+        recipes.append((tree, numbers, at_once))
+        return y, sums, [a for a, number in zip(saved, numbers, strict=True) if number is None]
+
+    def backward(chunk: Any, stash: Sequence[jax.Array], dy: jax.Array, active: jax.Array):
+        (tree, numbers, at_once), *others = recipes
+        assert all(more == numbers for _, more, _ in others)
+        kept, params = iter(stash), jax.tree.leaves(chunk)
+        leaves = [next(kept) if number is None else params[number] for number in numbers]
+        masked = jnp.where(active, dy, jnp.zeros_like(dy)), active.astype(jnp.float32)
+        some, taps, dx = jax.tree.unflatten(tree, leaves)(masked)
+        return _Gradients(at_once, some), taps, dx
+
+    def weights(chunk: Any, taps: Any) -> _Gradients:
+        grads = weight_gradients(products, jax.tree.leaves(chunk), taps)
+        structure = jax.tree.structure(_only(chunk, later))
+        return _Gradients(later, jax.tree.unflatten(structure, [grads[n] for n in later]))
+
+    return _Passes(products, forward, backward, weights)
 
 
 def tick_groups(schedule: Schedule) -> list[list[int]]:

@@ -175,9 +175,14 @@ def test_a_zero_bubble_table_runs_each_op_once_where_it_says(monkeypatch, name):
     assert ran == expected
 
 
-def test_micro_batches_may_be_fewer_than_stages():
-    schedule = build_schedule("zb_h1", 3, microbatches=2)
-    assert_same(pipeline_gradients(schedule), plain_gradients(2))
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks"), [("zb_h1", 3, 2, 1), ("interleaved", 2, 4, 2)]
+)
+def test_stages_may_branch_in_any_order(name, stages, microbatches, chunks):
+    """Fewer micro-batches than stages; no W apart from its B."""
+    schedule = build_schedule(name, stages, microbatches, chunks)
+    assert not schedule.uniform
+    assert_same(pipeline_gradients(schedule), plain_gradients(microbatches))
 
 
 def test_a_table_of_one_s_own_runs():

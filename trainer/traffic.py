@@ -21,7 +21,7 @@ from ..models.vocab import tokens_at_once
 from ..sharding.exchange import exchange_rows
 from ..sharding.gradients import UNREDUCED_AXES
 from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
-from ..sharding.pipeline.executor import permutes, splits_backward
+from ..sharding.pipeline.orders import permutes, splits_backward
 from .config import Config
 from .precision import DTYPES
 from .state import abstract_state

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import jax
@@ -32,12 +31,10 @@ from ..collectives import all_reduce, axis_index, shift
 from ..hlo import taken
 from ..layout import Layout, is_param
 from ..taps import Product, find_products, make_taps, weight_gradients, with_taps
-from .schedules import Op, Schedule, Value
+from .orders import WAYS, arrival, find_places, splits_backward, stage_orders, tick_groups
+from .schedules import Schedule
 
 AXIS = "pipe"
-
-WAYS = (0, 1, -1)
-"""Places along `pipe` from one chunk of the model to the next; 0 is the turn of a V."""
 
 
 class Stages(NamedTuple):
@@ -100,7 +97,7 @@ def run_schedule(
     table, v = stage_orders(schedule), schedule.chunks
     trains = bool(table["B"].any())
     stage = axis_index(AXIS, layout)
-    last, _ = _places(schedule)[-1]
+    last, _ = find_places(schedule)[-1]
     passes = _chunk_passes(stages, _products(schedule, stages, ends, stack, pieces), trains)
 
     def add_ends(totals: Totals, grads: Any, microbatch: Any) -> Totals:
@@ -293,98 +290,6 @@ def _chunk_passes(stages: Stages, products: Sequence[Product], trains: bool) -> 
     return _Passes(products, forward, backward, weights)
 
 
-def tick_groups(schedule: Schedule) -> list[list[int]]:
-    """Ticks that one scan runs. Uniform: consecutive ones with the same phases, so that nothing is
-    masked on all stages. Per stage, where phases are branches: until the first head, until the last
-    F, and the rest.
-    """
-    kinds = [{op.kind for row in schedule.table for op in row[t]} for t in range(schedule.ticks)]
-    if schedule.uniform:
-        runs = groupby(range(schedule.ticks), key=lambda tick: kinds[tick])
-        return [list(ticks) for kind, ticks in runs if kind]
-    head = stage_orders(schedule)["head"]
-    first, end = int(np.argmax(head >= 0)), max(t for t, kind in enumerate(kinds) if "F" in kind)
-    bounds = (0, first), (first, end + 1), (end + 1, schedule.ticks)
-    return [list(range(*bound)) for bound in bounds if bound[0] < bound[1]]
-
-
-def permutes(schedule: Schedule) -> int:
-    """How often a stage sends an activation or a gradient to a neighbour."""
-    table, sizes = stage_orders(schedule), schedule.buffers
-    ways = {
-        buffer: sum(bool((table[_arrival(buffer, by)] < sizes[buffer]).any()) for by in (1, -1))
-        for buffer in ("x", "dy")
-    }
-    return sum(
-        len(ticks) * ways[buffer]
-        for ticks in tick_groups(schedule)
-        for kind, buffer in (("F", "x"), ("B", "dy"))
-        if table[kind][ticks].any()
-    )
-
-
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether any W stands apart from its B."""
-    return any(value.buffer == "taps" for value in schedule.rows)
-
-
-def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
-    """The table by phase. [tick, stage]: whether there is an F, B or W, of which micro-batch, chunk
-    and depth, whether of the model's first chunk, the rows of what it reads and writes, and those
-    for what arrives at the end of the tick from each of WAYS. [tick]: the micro-batch that `embed`,
-    `head` and `embed_backward` run, -1 for none. Taps of a W in the slot of its B pass through the
-    row for what nobody waits for.
-    """
-    places, sizes = _places(schedule), schedule.buffers
-    shape = schedule.ticks, schedule.stages
-
-    def fill(value: bool | int) -> np.ndarray:
-        return np.full(shape, value, bool if isinstance(value, bool) else np.int32)
-
-    orders = {f"{kind}{what}": fill(False) for kind in "FBW" for what in ("", ".first")}
-    orders |= {f"{kind}.{what}": fill(0) for kind in "FBW" for what in ("microbatch", "chunk")}
-    orders |= {f"{kind}.taps": fill(sizes["taps"]) for kind in "BW"}
-    orders |= {"F.depth": fill(0), "F.x": fill(sizes["x"]), "F.stash": fill(sizes["stash"])}
-    # an idle B reads row 0: before the first B of any stage, all have written to theirs
-    orders |= {"B.stash": fill(0), "B.dy": fill(0), "head.dy": fill(sizes["dy"])}
-    orders |= {_arrival(name, by): fill(sizes[name]) for name in ("x", "dy") for by in WAYS}
-    for name in ("embed", "head", "embed_backward"):
-        orders[name] = np.full(schedule.ticks, -1, np.int32)
-
-    for stage, tick, op in schedule.ops():
-        here, depth = (tick, stage), schedule.result(stage, op).depth
-        entries = {"": True, ".first": depth == 0, ".microbatch": op.microbatch, ".chunk": op.chunk}
-        for what, entry in entries.items():
-            orders[op.kind + what][here] = entry
-
-        def row(buffer: str, stage: int = stage, chunk: int = op.chunk, op: Op = op) -> int:
-            value = Value(buffer, stage, op.microbatch, chunk)
-            return schedule.rows.get(value, sizes[buffer])
-
-        if op.kind != "F":
-            orders[f"{op.kind}.taps"][here] = row("taps")
-        if op.kind == "W":
-            continue
-        orders[f"{op.kind}.stash"][here] = row("stash")
-        if op.kind == "F":
-            orders["F.depth"][here], orders["F.x"][here] = depth, row("x")
-            buffer, following, end, first = "x", depth + 1, "head", "embed"
-        else:
-            orders["B.dy"][here] = row("dy")
-            buffer, following, end, first = "dy", depth - 1, "embed_backward", ""
-        if first and depth == 0:
-            orders[first][tick] = op.microbatch
-        if 0 <= following < len(places):
-            to, chunk = places[following]
-            by = next(by for by in WAYS if (stage + by) % schedule.stages == to)
-            orders[_arrival(buffer, by)][tick, to] = row(buffer, to, chunk)
-        else:
-            orders[end][tick] = op.microbatch
-            if op.kind == "F":
-                orders["head.dy"][here] = row("dy")
-    return orders
-
-
 def _products(
     schedule: Schedule, stages: Stages, ends: Any, stack: Any, pieces: Any
 ) -> list[Product]:
@@ -406,24 +311,11 @@ def _only(tree: Any, numbers: Sequence[int]) -> Any:
     return jax.tree.unflatten(structure, kept)
 
 
-def _places(schedule: Schedule) -> list[tuple[int, int]]:
-    """(stage, chunk) of each depth."""
-    stages, chunks = range(schedule.stages), range(schedule.chunks)
-    return sorted(
-        product(stages, chunks),
-        key=lambda place: schedule.result(place[0], Op("F", 0, place[1])).depth,
-    )
-
-
-def _arrival(buffer: str, by: int) -> str:
-    return f"{buffer} sent {by:+}"
-
-
 def _exchange(rows: _Rows, y: Any, dx: Any, now: Any, table: Any, layout: Layout) -> _Rows:
     """y goes to the chunk behind, dx to the one before, on whichever stage that is."""
     for buffer, sent in (("x", y), ("dy", dx)):
         for by in WAYS:
-            order = _arrival(buffer, by)
+            order = arrival(buffer, by)
             kept = getattr(rows, buffer)
             if sent is not None and (table[order] < kept.shape[0] - 1).any():
                 arrived = shift(sent, AXIS, by, layout)

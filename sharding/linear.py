@@ -70,13 +70,13 @@ def linear(
         x[B, S_context, K_tensor] ·_K W[K_tensor, D_fsdp] -> y[B, S_{context,tensor}, D]
     Over tensor, n the bytes of the whole sequence: the entrance gathers it, (N-1)/N·n, and the exit
     reduce-scatters partial sums, the same; backward each does the other's, and the entrance gathers
-    once more for the weight's gradient, as does an exit's gradient if that is left for later.
-    `layout.overlap` moves the same bytes in chunks, each while
-    another is multiplied. With `layout.sequence_parallel` off S is not cut over tensor: nothing
-    moves at the entrance, the exit all-reduces. Over fsdp each weight is gathered in x's dtype,
-    forward and backward, and its gradient reduce-scattered in `layout.reduce`. A bias is added
-    after the exit, hence once. `input_name` is what a recomputation policy calls x, the residual of
-    the products, `name` what it calls each y.
+    once more for the weight's gradient, and so does an exit's gradient if that is left for later.
+    `layout.overlap` moves the same bytes in chunks, each while another is multiplied. With
+    `layout.sequence_parallel` off S is not cut over tensor: nothing moves at the entrance, the exit
+    all-reduces. Over fsdp each weight is gathered in x's dtype, forward and backward, and its
+    gradient reduce-scattered in `layout.reduce`. A bias is added after the exit, hence once.
+    `input_name` is what a recomputation policy calls x, the residual of the products, `name` what
+    it calls each y.
     """
     assert enter is None or leave is None
     several = not isinstance(weights, nnx.Param)

@@ -133,9 +133,9 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     so backward: 6 n; 8 n where a schedule has those gradients apart. Exits forward and entrances
     backward reduce-scatter: 4 n. The embedding adds one exit, the output layer one entrance, whose
     backward is part of the same sweep. Without sequence parallelism only exits move: all-reduces,
-    forward and backward. Full recomputation runs attention's exit again; its entrances are those of
-    the backward pass. Collective matmul (doi 10.1145/3567955.3567959) sends the layers' part in N-1
-    permutes of n/N each.
+    forward and backward, and once more for gradients apart. Full recomputation runs attention's
+    exit again; its entrances are those of the backward pass. Collective matmul (doi
+    10.1145/3567955.3567959) sends the layers' part in N-1 permutes of n/N each.
     """
     model, train = config.model, config.train
     rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
@@ -151,7 +151,11 @@ def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
         mlps = model.dense_layers * passes(config)
     schedule = config.pipeline()
     apart = schedule is not None and splits_backward(schedule)
-    gathers, scatters = (4 if apart else 3) * (layers + mlps), 2 * (layers + mlps) + again
+    gathers, scatters = 3 * (layers + mlps), 2 * (layers + mlps) + again
+    if apart and layout.sequence_parallel:
+        gathers += layers + mlps
+    elif apart:
+        scatters += layers + mlps
     ends = 2 * train.microbatches
     if layout.overlap:
         yield _ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)

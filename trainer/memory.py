@@ -171,7 +171,8 @@ def origin(program: Jaxpr, var: Any) -> tuple[str, bool]:
 
 def matrix_flops(program: Jaxpr) -> int:
     """2 FLOPs for each multiplication and addition of every matrix product that `program` runs; of
-    the branches of a condition, the dearest; of a loop whose length follows from data, one round.
+    the branches of a condition, the dearest; of a choice by platform, that of no named one; of a
+    loop whose length follows from data, one round.
     """
     total = 0
     for eqn in program.eqns:
@@ -186,7 +187,7 @@ def matrix_flops(program: Jaxpr) -> int:
             product: Any = eqn.outvars[0].aval
             total += 2 * math.prod(rows.shape) * product.shape[-1]
         elif eqn.primitive.name == "cond":
-            total += max(inner)
+            total += inner[-1] if eqn.params.get("branches_platforms") else max(inner)
         else:
             total += sum(inner) * eqn.params.get("length", 1)
     return total

@@ -6,6 +6,7 @@ picture that a finished run leaves as experts.png.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -17,11 +18,17 @@ from meshwright.trainer.metrics import lines_until, plot_expert_load
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("picture", type=Path, nargs="?", help="default: experts.png in the folder")
+    options = parser.parse_args()
     matplotlib.use("Agg")
-    run = Path(sys.argv[1])
-    path = Path(sys.argv[2]) if len(sys.argv) > 2 else run / "experts.png"
-    history, _ = lines_until(run / "metrics.jsonl", math.inf)
-    plot_expert_load(history, load(run / "config.yaml").model.dense_layers, path)
+    path = options.picture or options.run / "experts.png"
+    try:
+        history, _ = lines_until(options.run / "metrics.jsonl", math.inf)
+        plot_expert_load(history, load(options.run / "config.yaml").model.dense_layers, path)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(path)
     return 0
 

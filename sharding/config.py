@@ -5,13 +5,14 @@ here.
 from __future__ import annotations
 
 from dataclasses import field
-from pathlib import Path
+from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from .pipeline.schedules import UNIFORM
+from .pipeline.load import load_schedule, read_schedule, read_table
+from .pipeline.schedules import UNIFORM, Name, Schedule
 
 MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
 """Every mesh has these axes, slowest link first."""
@@ -148,7 +149,7 @@ class LayoutConfig:
         ),
     ] = None
     schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"],
+        Name,
         Field(
             description="who computes what when over pipe: gpipe, 1f1b, interleaved in lockstep, "
             "the others stage by stage; see meshwright schedule"
@@ -208,7 +209,11 @@ class LayoutConfig:
                         f"table; leave one of them out"
                     )
             if "\n" not in self.schedule_file:  # frozen, but nothing has seen it yet
-                object.__setattr__(self, "schedule_file", _read_table(self.schedule_file))
+                try:
+                    table = read_table(self.schedule_file)
+                except ValueError as error:
+                    raise ValueError(f"layout.schedule_file={error}") from None
+                object.__setattr__(self, "schedule_file", table)
         if self.chunks is not None and self.schedule != "interleaved":
             raise ValueError(
                 f"layout.chunks={self.chunks} is not read by layout.schedule={self.schedule}, only "
@@ -225,12 +230,47 @@ class LayoutConfig:
         """Whether stages are masked and not branches: then anything may run inside them."""
         return self.schedule_file is None and self.schedule in UNIFORM
 
+    def pipeline(self, stages: int, microbatches: int) -> Schedule | None:
+        """The checked table by which train.microbatches pass the stages of mesh.pipe; None of one
+        stage. Raises ValueError.
+        """
+        if self.schedule_file is not None:
+            schedule = _own_schedule(self.schedule_file)
+            for what, key, given in (
+                ("stages", "mesh.pipe", stages),
+                ("microbatches", "train.microbatches", microbatches),
+            ):
+                if given != (own := getattr(schedule, what)):
+                    raise ValueError(
+                        f"{key}={given}, but the table of layout.schedule_file has {own} {what}: "
+                        f"write {key}={own}, or layout.schedule_file=null"
+                    )
+            return schedule
+        if stages == 1:
+            return None
+        chunks = (self.chunks or 2) if self.schedule == "interleaved" else None
+        return _schedule(self.schedule, stages, microbatches, chunks, self.lockstep)
 
-def _read_table(path: str) -> str:
-    """The text of a file; of one line, too, it ends as a line does."""
+
+@cache
+def _own_schedule(table: str) -> Schedule:
+    schedule = read_schedule(table, "layout.schedule_file")
+    if schedule.stages == 1:
+        raise ValueError(
+            "layout.schedule_file: a table of one stage passes nothing on; write a line for each "
+            "stage of mesh.pipe, or layout.schedule_file=null"
+        )
+    return schedule
+
+
+@cache
+def _schedule(
+    name: str, stages: int, microbatches: int, chunks: int | None, uniform: bool
+) -> Schedule:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ValueError(f"layout.schedule_file={path}: {reason}; write a CSV file") from None
-    return "\n".join((*text.splitlines(), ""))
+        return load_schedule(name, stages, microbatches, chunks, uniform)
+    except ValueError as error:
+        raise ValueError(
+            f"layout.schedule={name} on mesh.pipe={stages} with train.microbatches={microbatches}: "
+            f"{error}"
+        ) from None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ from .linear import gather_weight, scatter_gradient
 
 Kernel = Callable[..., jax.Array]
 """(x[T, D], gates[M, 1] in f32, weights, axes, groups, layout) -> y[T, D] in f32: what the experts
-of each one's choices make of it, times the gates of their rows, added up. weights: shards
-[E_experts, ...] for `grouped_linear`, axes: their logical axes. Differentiable in its first three;
-weights cut over tensor leave y partial over it.
+of each one's choices make of it, times the gates of their rows, added up. x: tokens, or rows that
+arrived with one choice each. weights: shards [E_experts, ...] for `grouped_linear`, axes: their
+logical axes. Differentiable in its first three; weights cut over tensor leave y partial over it.
 """
 
 SLACK = 1.25
@@ -48,7 +48,6 @@ class _Plan:
     layout: Layout
     axes: tuple[tuple[str, ...], ...]
     experts: int
-    width: int
     rows: int
 
     @property
@@ -86,16 +85,16 @@ def meet_experts(
     more in rounds, and in any case gradients go there and back. Each row has an integer and a
     float with it.
     """
-    width, count = experts.shape[1], weights[0].shape[-3] * layout.size(layout.axes("expert"))
     devices, choices = layout.size(layout.axes("expert")), experts.size
+    count = weights[0].shape[-3] * devices
     shards = tuple(weight[...] for weight in weights)
     axes = tuple(weight.axes for weight in weights)
     flat, gates = experts.reshape(-1), gates.reshape(-1)
     if devices == 1:
-        plan = _Plan(kernel, layout, axes, count, width, 0)
+        plan = _Plan(kernel, layout, axes, count, 0)
         return _compute(x, flat, gates, shards, plan), jnp.zeros((), jnp.int32)
     rows = exchange_rows(choices, count, devices, limit)
-    plan = _Plan(kernel, layout, axes, count, width, rows)
+    plan = _Plan(kernel, layout, axes, count, rows)
     if limit is None:
         return _rounds(x, gates, shards, _queue(flat, plan), plan)
     y = _one_round(0, x, gates, shards, _queue(flat, plan), plan)
@@ -109,7 +108,9 @@ def exchange_rows(choices: int, experts: int, devices: int, limit: int | None) -
 
 
 def _compute(x: jax.Array, experts: Any, gates: Any, shards: Any, plan: _Plan) -> jax.Array:
-    """What this device's experts make of x[T, D]: [T, D] in f32. experts, gates [T·width]."""
+    """What this device's experts make of x[T, D]: [T, D] in f32. experts and gates: of
+    each one's choices, one after the other.
+    """
     groups: Groups = group_rows(experts, plan.experts // plan.devices)
     weight = spread(gates[:, None], groups.choices, groups.slots, 1)
     return plan.kernel(x, weight, shards, plan.axes, groups, plan.layout)
@@ -134,6 +135,7 @@ def _one_round(
 ) -> jax.Array:
     """What round `number`'s rows add to y[T, D], in f32."""
     choices, local = queues.order.shape[0], plan.experts // plan.devices
+    width = choices // x.shape[0]
     send = partial(all_to_all_rows, axes=plan.layout.axes("expert"), layout=plan.layout)
 
     at = number * plan.rows + jnp.arange(plan.rows)[None]
@@ -144,13 +146,13 @@ def _one_round(
     waits = (place < 0) | (place >= plan.rows) | (queues.experts == plan.experts)
     slots = jnp.where(waits, leaving.shape[0], slots)
 
-    rows = spread(x, leaving, slots, plan.width)
+    rows = spread(x, leaving, slots, width)
     weight = spread(gates[:, None], leaving, slots, 1)
     expert = queues.experts.at[leaving].get(mode="clip") % local
     expert = jnp.where(leaving < choices, expert, local)
     rows, weight, expert = send((rows, weight, expert))
     y = _compute(rows, expert, weight[:, 0], shards, plan).astype(x.dtype)
-    return collect(send(y), leaving, slots, plan.width)
+    return collect(send(y), leaving, slots, width)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -201,10 +203,7 @@ def _gather(shards: Any, dtype: Any, plan: _Plan) -> tuple[Any, _Plan]:
         gather_weight(shard, axes, dtype, plan.layout).astype(jnp.float32)
         for shard, axes in zip(shards, plan.axes, strict=True)
     )
-    whole = _Plan(
-        plan.kernel, plan.layout, ((),) * len(shards), plan.experts, plan.width, plan.rows
-    )
-    return weights, whole
+    return weights, replace(plan, axes=((),) * len(shards))
 
 
 def _count(queues: _Queues, plan: _Plan) -> jax.Array:

@@ -3,7 +3,7 @@
 Rows are sorted by expert, so that each expert meets rows that follow one another, and no array has
 a dim of tokens and one of experts. On CPU a loop over experts takes each one's matrices and
 multiplies its rows by them in few, large blocks; elsewhere `lax.ragged_dot` does. As in `linear`,
-the residuals are the rows and the weight SHARD, and gradients of weights are f32.
+the residuals are x as it came and the weight SHARD, and gradients of weights are f32.
 
 Shapes: N choices of an expert, E experts of this device, M rows, N and room for the last block; K
 contracted, F produced. A weight is [E, K, F].
@@ -59,8 +59,8 @@ def sort_choices(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, 
 def block_sizes(choices: int, count: int) -> tuple[int, ...]:
     """Rows of the blocks that an expert's rows are cut into, largest first, all multiples of the
     last. A block costs about 20 rows more than it has, since the matrix is laid out anew for it, so
-    an expert that gets up to 1.5 times the even share gets one block, too large by half of the
-    smallest on average.
+    an expert that gets up to 1.5 times the even share gets one block, of 256 rows at most, too
+    large by half of the smallest on average.
     """
     largest = min(3 * choices // (2 * count), choices)
     step = min(max(-(-largest // 4 // 8) * 8, SMALLEST_STEP), LARGEST_STEP)
@@ -145,9 +145,10 @@ def grouped_linear(
     of no choice may hold anything.
 
     enter: x is [T, K], tokens, whose choices are the rows. leave: give [T, F] in f32, T being
-    `leave`, each token's rows added up. So neither has its rows kept for the backward pass, or even
-    written down where blocks are multiplied. Over fsdp each weight is gathered in x's dtype,
-    forward and backward, and its gradient reduce-scattered in `layout.reduce`.
+    `leave`, each token's rows added up. So no rows of either are kept for the backward pass, and
+    where blocks are multiplied no copies of tokens are written down. Over fsdp each weight is
+    gathered in x's dtype, forward and backward, and its gradient reduce-scattered in
+    `layout.reduce`.
     """
     return _grouped(x, weights.shards, groups, _Plan(weights.axes, layout, enter, leave))
 
@@ -326,7 +327,8 @@ def _block(x: jax.Array, start: jax.Array, rows: int, groups: Groups, gather: bo
     if not gather:
         return lax.dynamic_slice_in_dim(x, start, rows)
     choices = lax.dynamic_slice_in_dim(groups.choices, start, rows)
-    return x.at[choices // (groups.slots.shape[0] // x.shape[0])].get(mode="clip")
+    token = choices // (groups.slots.shape[0] // x.shape[0])
+    return x.at[token].get(mode="fill", fill_value=0)  # an unchosen product may overflow
 
 
 def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:

@@ -163,20 +163,20 @@ def _context(layout: LayoutConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
 
 def _refuse_permutes(layout: LayoutConfig, sizes: Mapping[str, int], ulysses: int) -> None:
     """Of a schedule whose stages are branches: CPU's permutes wait for devices in other ones."""
-    table = f"layout.schedule={layout.schedule}"
+    table, other = f"layout.schedule={layout.schedule}", "layout.schedule=1f1b or interleaved"
     if layout.schedule_file is not None:
-        table = "layout.schedule_file: a table of one's own"
-    branches = f"{table} runs stages in branches, where nothing may"
+        table, other = "layout.schedule_file: a table of one's own", "layout.schedule_file=null"
+    branches = f"{table} runs stages in branches, where no permute may run, since all devices take"
     if layout.context != "all_gather" and sizes["context"] > ulysses:
         raise ValueError(
-            f"{branches} go round as layout.context={layout.context} on "
-            f"mesh.context={sizes['context']} does; write layout.context=all_gather or ulysses, or "
-            f"layout.schedule=1f1b or interleaved"
+            f"{branches} part in it: layout.context={layout.context} on "
+            f"mesh.context={sizes['context']} sends by permutes; write layout.context=all_gather "
+            f"or ulysses, or {other}"
         )
     if layout.overlap and sizes["tensor"] > 1:
         raise ValueError(
-            f"{branches} go round as layout.overlap=true on mesh.tensor={sizes['tensor']} does; "
-            f"write layout.overlap=false, or layout.schedule=1f1b or interleaved"
+            f"{branches} part in it: layout.overlap=true on mesh.tensor={sizes['tensor']} sends by "
+            f"permutes; write layout.overlap=false, or {other}"
         )
 
 

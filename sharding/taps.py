@@ -62,7 +62,9 @@ class Note:
 
 
 def find_products(function: Callable[[Any], Any], tree: Any) -> list[Product]:
-    """What `function(tree)` multiplies by leaves of the tree and can leave for W."""
+    """What `function(tree)` multiplies by leaves of the tree and can leave for W: each of those
+    leaves is a weight in one product of a layer, and read nowhere else.
+    """
     found: dict[tuple[int, ...], Product] = {}
     leaves, structure = jax.tree.flatten(tree)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,7 +11,6 @@ from pydantic.dataclasses import dataclass
 
 from ..models.config import ModelConfig, RematConfig
 from ..sharding.config import STRICT, LayoutConfig, MeshConfig
-from ..sharding.pipeline.load import load_schedule, read_schedule
 from ..sharding.pipeline.schedules import Schedule, stacked_layers
 from ..sharding.rules import Dim, mesh_sizes, resolve
 
@@ -555,6 +553,11 @@ class Config:
                     f"mesh.pipe={self.mesh.pipe} hold layers that are alike; write "
                     f"model.dense_layers=0"
                 )
+            if self.remat.policy == "offload":
+                raise ValueError(
+                    f"remat.policy=offload on mesh.pipe={self.mesh.pipe}: what waits between a "
+                    f"stage's passes stays on the device; write remat.policy=selective or full"
+                )
             pieces = schedule.stages * schedule.chunks
             written += f" on mesh.pipe={self.mesh.pipe}, {pieces} pieces in all,"
         if self.model.layers < pieces:
@@ -577,26 +580,8 @@ class Config:
             )
 
     def pipeline(self) -> Schedule | None:
-        """The checked table by which micro-batches pass the stages; None of one stage. Raises
-        ValueError.
-        """
-        layout, stages, microbatches = self.layout, self.mesh.pipe, self.train.microbatches
-        if layout.schedule_file is not None:
-            schedule = _own_schedule(layout.schedule_file)
-            for what, key, given in (
-                ("stages", "mesh.pipe", stages),
-                ("microbatches", "train.microbatches", microbatches),
-            ):
-                if given != (own := getattr(schedule, what)):
-                    raise ValueError(
-                        f"{key}={given}, but the table of layout.schedule_file has {own} {what}: "
-                        f"write {key}={own}, or layout.schedule_file=null"
-                    )
-            return schedule
-        if stages == 1:
-            return None
-        chunks = (layout.chunks or 2) if layout.schedule == "interleaved" else None
-        return _schedule(layout.schedule, stages, microbatches, chunks, layout.lockstep)
+        """The checked table by which micro-batches pass the stages; None of one stage."""
+        return self.layout.pipeline(self.mesh.pipe, self.train.microbatches)
 
     def stacked_layers(self) -> list[int]:
         """Numbers of the layers in the order in which the state holds them; model.layers stands for
@@ -626,21 +611,3 @@ class Config:
         if train.eval_batch_size is not None:
             dims.append(Dim("batch", train.eval_batch_size, "train.eval_batch_size"))
         return dims
-
-
-@cache
-def _own_schedule(table: str) -> Schedule:
-    return read_schedule(table, "layout.schedule_file")
-
-
-@cache
-def _schedule(
-    name: str, stages: int, microbatches: int, chunks: int | None, uniform: bool
-) -> Schedule:
-    try:
-        return load_schedule(name, stages, microbatches, chunks, uniform)
-    except ValueError as error:
-        raise ValueError(
-            f"layout.schedule={name} on mesh.pipe={stages} with train.microbatches={microbatches}: "
-            f"{error}"
-        ) from None

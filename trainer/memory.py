@@ -166,7 +166,12 @@ def origin(program: Jaxpr, var: Any) -> tuple[str, bool]:
     if kind == "scan" and is_carried(eqn, index):  # from the first layers of a group to its last
         return BLOCK_INPUT, False
     inner = inner_programs(eqn)
-    return origin(inner[0], inner[0].outvars[index]) if len(inner) == 1 else (UNNAMED, False)
+    if len(inner) != 1:
+        return UNNAMED, False
+    (body,), result = inner, inner[0].outvars[index]
+    if kind != "scan" and result in body.invars:  # handed through
+        return origin(program, eqn.invars[body.invars.index(result)])
+    return origin(body, result)
 
 
 def matrix_flops(program: Jaxpr) -> int:

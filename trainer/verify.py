@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -127,13 +126,13 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     """Compare each layout with one device, print a line for each, say whether all are equal.
 
     layouts: a text file with one layout a line, as key=value overrides of `config` on one device;
-    # starts a comment. Default: a pairwise cover of CHOICES, and PIPELINES. Raises ValueError where
-    a layout is impossible or there is none.
+    # starts a comment. Default: a pairwise cover of CHOICES, and PIPELINES, as far as the model and
+    the devices allow. Raises ValueError where a layout is impossible or there is none.
     """
     prepare_devices(config.device)
     if layouts is None:
         config = override(config, *REFERENCE)
-        chosen = [*pairwise_cover(config), *pipelines(config)]
+        chosen = [*pairwise_cover(config), *possible_pipelines(config)]
     else:
         chosen = read_layouts(Path(layouts))
     if not chosen:
@@ -265,13 +264,15 @@ def pairwise_cover(config: Config) -> list[str]:
     return cover
 
 
-def pipelines(config: Config) -> list[str]:
-    """Those of PIPELINES that `config` and the devices allow."""
+def possible_pipelines(config: Config) -> list[str]:
+    """Those of PIPELINES that `config` and the devices allow; says why others are left out."""
     reference, possible = override(config, *REFERENCE), []
     for layout in PIPELINES:
-        with suppress(ValueError):
+        try:
             layout_config(reference, layout)
             possible.append(layout)
+        except ValueError as error:
+            print(f"left out: {error}")
     return possible
 
 

@@ -39,9 +39,11 @@ def main() -> int:
         config = load("moe", *SHARED, *overrides)
         text = step_text(config)
         sent, done = all_to_all_bytes(text, config), expert_flops(text, config, DEVICES)
+        assert DEVICES * done >= alone, "the text holds less than the work there is"
         rows = config.model.experts_per_token * config.train.batch_size * config.train.seq_len
         sends = rows // DEVICES * config.model.d_model * 4 * (DEVICES - 1) // DEVICES
         formula = 2 * 2 * config.model.layers * sends
+        assert sent >= formula, "the text holds less than what must travel"
         moved = f"{sent / 2**20:.2f} / {formula / 2**20:.2f} MiB a device"
         work = f"{done / 1e6:.0f} / {alone / 1e6:.0f} MFLOP, even load"
         title = f"{name}: all-to-alls / 2 · 2·k·T·h·(P-1)/P"
@@ -89,7 +91,7 @@ def expert_flops(text: str, config: Config, devices: int) -> int:
         for instruction in computations[name].values():
             if inside and instruction.opcode == "dot":
                 rows, rest = divmod(dot_flops(instruction, computations[name]), row)
-                total += times * rows * row * trips.get(rows, 0) if not rest else 0
+                total += times * rows * row * trips[rows] if not rest else 0
             for callee, count in hlo.calls(instruction, computations[name], computations):
                 known = 1 if count is None else count
                 total += of_computation(callee, times * known, inside or count is None)

@@ -31,7 +31,7 @@ from ..collectives import all_reduce, axis_index, shift
 from ..hlo import taken
 from ..layout import Layout, is_param
 from ..taps import Product, find_products, make_taps, weight_gradients, with_taps
-from .orders import WAYS, arrival, find_places, splits_backward, stage_orders, tick_groups
+from .orders import arrival, find_places, sent_ways, splits_backward, stage_orders, tick_groups
 from .schedules import Schedule
 
 AXIS = "pipe"
@@ -94,7 +94,7 @@ def run_schedule(
     n the bytes of x: a stage sends n along `pipe` as often as `permutes` says. Embedding and head
     all-reduce n each for every micro-batch, and once more backward.
     """
-    table, v = stage_orders(schedule), schedule.chunks
+    table, ways, v = stage_orders(schedule), sent_ways(schedule), schedule.chunks
     trains = bool(table["B"].any())
     stage = axis_index(AXIS, layout)
     last, _ = find_places(schedule)[-1]
@@ -204,7 +204,7 @@ def run_schedule(
             totals = sometimes("embed_backward", embed_backward, totals)
         if passes.products and group["W"].any():
             totals = phase("W", run_weights, totals)
-        return _exchange(rows, y, dx, now, table, layout), totals
+        return _exchange(rows, {"x": y, "dy": dx}, ways, now, layout), totals
 
     def first_state(ends: Any, stack: Any, pieces: Any) -> tuple[_Rows, Totals]:
         """The state before the first tick, of which only shapes are wanted."""
@@ -249,38 +249,43 @@ class _Passes(NamedTuple):
 
 def _chunk_passes(stages: Stages, products: Sequence[Product], trains: bool) -> _Passes:
     later = sorted(number for product in products for number in product.weights)
+    assert len(set(later)) == len(later)
+
+    def at_once(params: Sequence[Any]) -> list[int]:
+        return [number for number in range(len(params)) if number not in later]
+
     recipes: list[Any] = []  # how B puts a VJP together again: the same for every F
 
     def forward(chunk: Any, x: jax.Array, piece: Any, depth: Any):
         params, structure = jax.tree.flatten(chunk)
-        at_once = [number for number in range(len(params)) if number not in later]
+        numbers = at_once(params)
 
         def layers(some: Any, taps: Any, x: jax.Array):
             leaves = list(params)
-            for number, leaf in zip(at_once, jax.tree.leaves(some), strict=True):
+            for number, leaf in zip(numbers, jax.tree.leaves(some), strict=True):
                 leaves[number] = leaf
             leaves = with_taps(products, leaves, taps)
             return stages.layers(jax.tree.unflatten(structure, leaves), x, piece, depth)
 
-        given = _only(chunk, at_once), make_taps(products, params), x
+        given = _only(chunk, numbers), make_taps(products, params), x
         if not trains:
             (y, _), sums = layers(*given)
             return y, sums, []
         (y, _), vjp, sums = jax.vjp(layers, *given, has_aux=True)
         saved, tree = jax.tree.flatten(vjp)
         known = {id(leaf): number for number, leaf in enumerate(params)}
-        numbers = [known.get(id(leaf)) for leaf in saved]
-        recipes.append((tree, numbers, at_once))
-        return y, sums, [a for a, number in zip(saved, numbers, strict=True) if number is None]
+        places = [known.get(id(leaf)) for leaf in saved]
+        recipes.append((tree, places))
+        return y, sums, [a for a, place in zip(saved, places, strict=True) if place is None]
 
     def backward(chunk: Any, stash: Sequence[jax.Array], dy: jax.Array, active: jax.Array):
-        (tree, numbers, at_once), *others = recipes
-        assert all(more == numbers for _, more, _ in others)
+        (tree, places), *others = recipes
+        assert all(more == places for _, more in others)
         kept, params = iter(stash), jax.tree.leaves(chunk)
-        leaves = [next(kept) if number is None else params[number] for number in numbers]
+        leaves = [next(kept) if place is None else params[place] for place in places]
         masked = jnp.where(active, dy, jnp.zeros_like(dy)), active.astype(jnp.float32)
         some, taps, dx = jax.tree.unflatten(tree, leaves)(masked)
-        return _Gradients(at_once, some), taps, dx
+        return _Gradients(at_once(params), some), taps, dx
 
     def weights(chunk: Any, taps: Any) -> _Gradients:
         grads = weight_gradients(products, jax.tree.leaves(chunk), taps)
@@ -311,15 +316,14 @@ def _only(tree: Any, numbers: Sequence[int]) -> Any:
     return jax.tree.unflatten(structure, kept)
 
 
-def _exchange(rows: _Rows, y: Any, dx: Any, now: Any, table: Any, layout: Layout) -> _Rows:
-    """y goes to the chunk behind, dx to the one before, on whichever stage that is."""
-    for buffer, sent in (("x", y), ("dy", dx)):
-        for by in WAYS:
-            order = arrival(buffer, by)
-            kept = getattr(rows, buffer)
-            if sent is not None and (table[order] < kept.shape[0] - 1).any():
-                arrived = shift(sent, AXIS, by, layout)
-                rows = rows._replace(**{buffer: _put(kept, arrived, now[order])})
+def _exchange(rows: _Rows, sent: dict[str, Any], ways: Any, now: Any, layout: Layout) -> _Rows:
+    """y goes to the chunk behind, as its x, dx to the one before, as its dy, on whichever stage
+    that is; None is not sent.
+    """
+    for buffer, value in sent.items():
+        for by in ways[buffer] if value is not None else ():
+            kept, row = getattr(rows, buffer), now[arrival(buffer, by)]
+            rows = rows._replace(**{buffer: _put(kept, shift(value, AXIS, by, layout), row)})
     return rows
 
 

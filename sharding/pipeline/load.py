@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from .check import check_ops, check_rows, check_schedule
@@ -28,9 +29,8 @@ def load_schedule(
     """The published schedule of that name, or the table in that CSV file, whose sizes are its own:
     here they may be left out. Either is checked. Raises ValueError.
     """
-    path = Path(name)
-    if name not in NAMES and path.is_file():
-        schedule = read_schedule(path.read_text(encoding="utf-8-sig", errors="replace"), name)
+    if name not in NAMES and _path(name).is_file():
+        schedule = read_schedule(read_table(name), name)
         if uniform:
             raise ValueError(
                 f"{name} is a table of your own; only {', '.join(UNIFORM)} have a uniform form"
@@ -48,6 +48,20 @@ def load_schedule(
     schedule = build_schedule(name, stages, microbatches, chunks, uniform)
     check_schedule(schedule)
     return schedule
+
+
+def read_table(file: str) -> str:
+    """The text of a CSV file; of one line, too, it ends as a line does. Raises ValueError."""
+    try:
+        text = _path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ValueError(f"{file}: {reason}; write a CSV file") from None
+    return "\n".join((*text.splitlines(), ""))
+
+
+def _path(file: str) -> Path:
+    return Path(os.path.expanduser(file))
 
 
 def read_schedule(text: str, origin: str) -> Schedule:

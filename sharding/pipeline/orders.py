@@ -27,7 +27,7 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
     def fill(value: bool | int) -> np.ndarray:
         return np.full(shape, value, bool if isinstance(value, bool) else np.int32)
 
-    orders = {f"{kind}{what}": fill(False) for kind in "FBW" for what in ("", ".first")}
+    orders = {kind: fill(False) for kind in "FBW"} | {f"{kind}.first": fill(False) for kind in "FB"}
     orders |= {f"{kind}.{what}": fill(0) for kind in "FBW" for what in ("microbatch", "chunk")}
     orders |= {f"{kind}.taps": fill(sizes["taps"]) for kind in "BW"}
     orders |= {"F.depth": fill(0), "F.x": fill(sizes["x"]), "F.stash": fill(sizes["stash"])}
@@ -39,8 +39,7 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
 
     for stage, tick, op in schedule.ops():
         here, depth = (tick, stage), schedule.result(stage, op).depth
-        entries = {"": True, ".first": depth == 0, ".microbatch": op.microbatch, ".chunk": op.chunk}
-        for what, entry in entries.items():
+        for what, entry in (("", True), (".microbatch", op.microbatch), (".chunk", op.chunk)):
             orders[op.kind + what][here] = entry
 
         def row(buffer: str, stage: int = stage, chunk: int = op.chunk, op: Op = op) -> int:
@@ -51,6 +50,7 @@ def stage_orders(schedule: Schedule) -> dict[str, np.ndarray]:
             orders[f"{op.kind}.taps"][here] = row("taps")
         if op.kind == "W":
             continue
+        orders[f"{op.kind}.first"][here] = depth == 0
         orders[f"{op.kind}.stash"][here] = row("stash")
         if op.kind == "F":
             orders["F.depth"][here], orders["F.x"][here] = depth, row("x")
@@ -86,15 +86,20 @@ def tick_groups(schedule: Schedule) -> list[list[int]]:
     return [list(range(*bound)) for bound in bounds if bound[0] < bound[1]]
 
 
-def permutes(schedule: Schedule) -> int:
-    """How often a stage sends an activation or a gradient to a neighbour."""
+def sent_ways(schedule: Schedule) -> dict[str, list[int]]:
+    """The WAYS in which activations (x) and gradients (dy) are ever sent."""
     table, sizes = stage_orders(schedule), schedule.buffers
-    ways = {
-        buffer: sum(bool((table[arrival(buffer, by)] < sizes[buffer]).any()) for by in (1, -1))
+    return {
+        buffer: [by for by in WAYS if (table[arrival(buffer, by)] < sizes[buffer]).any()]
         for buffer in ("x", "dy")
     }
+
+
+def permutes(schedule: Schedule) -> int:
+    """How often a stage sends an activation or a gradient to a neighbour."""
+    table, ways = stage_orders(schedule), sent_ways(schedule)
     return sum(
-        len(ticks) * ways[buffer]
+        len(ticks) * sum(by != 0 for by in ways[buffer])
         for ticks in tick_groups(schedule)
         for kind, buffer in (("F", "x"), ("B", "dy"))
         if table[kind][ticks].any()

@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple, get_args
 Placement = Literal["contiguous", "round_robin", "v"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]
+NAMES: tuple[Name, ...] = get_args(Name)
 UNIFORM = ("gpipe", "1f1b", "interleaved")
 """Those that exist in lockstep, too."""
 

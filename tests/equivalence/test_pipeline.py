@@ -12,6 +12,7 @@ from meshwright.sharding.layout import is_param
 from meshwright.sharding.pipeline import executor
 from meshwright.trainer.generate import generate
 from meshwright.trainer.load import from_yaml, override, to_yaml
+from meshwright.trainer.memory import inner_programs
 from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
 from meshwright.trainer.sampling import Sampling
 from meshwright.trainer.state import (
@@ -206,7 +207,13 @@ def test_a_run_keeps_the_table_of_its_file(tmp_path):
         (
             "F0,,,BW0\n,F0,BW0",
             ("mesh.context=2",),
-            "a table of one's own runs stages in branches, .* layout.context=ring",
+            "a table of one's own runs stages in branches, .* layout.context=ring .* or "
+            "layout.schedule_file=null",
+        ),
+        (
+            "F0,BW0",
+            ("mesh.pipe=1",),
+            "layout.schedule_file: a table of one stage passes nothing on",
         ),
     ],
 )
@@ -277,6 +284,10 @@ def test_activations_of_1f1b_do_not_grow_with_micro_batches_and_those_of_gpipe_d
             ("model.layers=6", "mesh.pipe=2", "remat.policy=full", "remat.every=2"),
             "model.layers=6 on mesh.pipe=2, 2 pieces in all, is not a multiple of remat.every=2",
         ),
+        (
+            ("mesh.pipe=2", "remat.policy=offload"),
+            "remat.policy=offload on mesh.pipe=2: .*; write remat.policy=selective or full",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_both_numbers(overrides, message):
@@ -327,19 +338,12 @@ def test_no_weight_waits_in_a_buffer(remat):
     assert not none
 
 
-def products_in(jaxpr) -> int:
+def products_in(program) -> int:
     """Matrix products that a program's text holds, in all that it calls."""
-    count = 0
-    for equation in jaxpr.eqns:
-        count += equation.primitive.name == "dot_general"
-        for value in jax.tree.leaves(equation.params, is_leaf=is_program):
-            if is_program(value):
-                count += products_in(getattr(value, "jaxpr", value))
-    return count
-
-
-def is_program(value) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+    return sum(
+        (equation.primitive.name == "dot_general") + sum(map(products_in, inner_programs(equation)))
+        for equation in program.eqns
+    )
 
 
 @pytest.mark.parametrize("remat", [(), ("remat.policy=full",)], ids=["none", "full"])

@@ -157,6 +157,7 @@ def test_a_power_of_two_scales_the_loss_and_nothing_else(scale):
             "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
             ("model.experts=4", "model.experts_per_token=4"),
         ),
+        ("mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1 train.microbatches=2", ()),
     ],
 )
 def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, rounding, mesh, model):
@@ -202,7 +203,14 @@ def test_accumulation_is_f32_even_where_gradients_travel_in_bf16():
         assert np.array_equal(grads[name], leaf), name
 
 
-@pytest.mark.parametrize("mesh", ["mesh.data=1", "mesh.data=2 mesh.fsdp=2 mesh.tensor=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "mesh.data=1",
+        "mesh.data=2 mesh.fsdp=2 mesh.tensor=2",
+        "mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1",
+    ],
+)
 def test_halt_on_nan_marks_the_microbatch_and_the_parameters(mesh):
     overrides = (*SMALL, *mesh.split(), "train.microbatches=2", "train.halt_on_nan=true")
     config = make_config(*overrides)

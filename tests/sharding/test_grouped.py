@@ -93,6 +93,20 @@ def test_half_precision_adds_up_in_f32():
     assert_allclose(dfirst, np.broadcast_to(sums[..., None], dfirst.shape), rtol=1e-6, atol=1e-6)
 
 
+def test_what_nobody_chose_cannot_overflow():
+    """In f16 the last token times the last expert is infinite; it chose none."""
+    experts = np.array([0, 0, 1])
+    rng = np.random.default_rng(0)
+    weights = [np.abs(rng.normal(size=(1, 4, 4))).astype(np.float32) for _ in range(3)]
+    weights[0] *= 100
+    x = np.stack([np.ones(4), np.ones(4) / 2, np.full(4, 6e4)]).astype(np.float16)
+    with np.errstate(over="ignore"):
+        assert np.isinf((x[2].astype(np.float32) @ weights[0][0]).astype(np.float16)).all()
+    weigh = np.ones((3, 4), np.float32)
+    for array in value_and_gradients(through_groups, experts, (x, *weights), weigh):
+        assert np.isfinite(array).all() and array.any()
+
+
 @pytest.mark.parametrize("choices, count", [(1, 1), (37, 5), (2048, 16), (8192, 8), (33, 1)])
 def test_few_blocks_cover_an_even_share(choices, count):
     sizes = block_sizes(choices, count)

@@ -489,7 +489,7 @@ def test_broken_files_are_refused(text, reason, tmp_path):
 def test_a_file_that_is_no_text_and_sizes_that_are_not_its_own(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes(b"\x89PNG\xff\x00")
-    with pytest.raises(ValueError, match="is no slot"):
+    with pytest.raises(ValueError, match="it is not text in UTF-8; write a CSV file"):
         load_schedule(str(path))
     write(build_schedule("1f1b", 2, 3), path)
     with pytest.raises(ValueError, match="stages=4, but .* has 2: write stages=2"):

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from meshwright.models.config import ROUTE, Saved
+from meshwright.sharding.grouped import block_sizes
 from meshwright.trainer.config import Config
 from meshwright.trainer.load import override
 from meshwright.trainer.memory import (
@@ -73,15 +74,24 @@ def test_bytes_by_name_and_flops_are_the_formulas(small_config, plain, overrides
 
 
 def test_experts_count_by_the_rows_that_they_have_room_for(small_config):
-    """A token's two choices, of experts half as wide as the MLP, and blocks that are not full."""
+    """A token's two choices, of experts half as wide as the MLP, and one small block."""
     experts = "model.experts=4", "model.expert_d_ff=12"
+    rows = 2 * ROWS * TOKENS + block_sizes(2 * ROWS * TOKENS, 4)[-1]
+    selective = cost(small_config, *experts, "remat.policy=selective")
+    own = {
+        "mlp.gate_up": 2 * rows * 6 * 4,
+        "mlp.hidden": rows * 6 * 4,
+        ROUTE: ROWS * TOKENS // 2 * 2 * 4,
+    }
+    expected = {name: LAYERS * size for name, size in (BYTES | own).items()}
+    del expected["attention.context"], expected["attention.logsumexp"]
+    assert selective.saved == expected
     again = (
         cost(small_config, *experts, "remat.policy=full").flops - cost(small_config, *experts).flops
     ) / LAYERS
     router = 2 * ROWS * TOKENS // 2 * D * 4
-    gate_and_up = 2 * (2 * ROWS * TOKENS) * D * 2 * 12 // 2
     rest = CORE + LINEAR - 2 * ROWS * TOKENS * D * 2 * FF // 2 + router
-    assert gate_and_up <= again - rest <= 1.5 * gate_and_up
+    assert again == rest + 2 * rows * D * 2 * 12 // 2
 
 
 def test_dense_layers_before_experts_count_too(small_config):

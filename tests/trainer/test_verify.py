@@ -18,9 +18,11 @@ from meshwright.trainer.verify import (
     CHOICES,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
+    PIPELINES,
     REFERENCE,
     Comparison,
     pairwise_cover,
+    possible_pipelines,
     read_layouts,
     synthetic_batch,
 )
@@ -143,6 +145,19 @@ def test_an_impossible_layout_is_an_error_not_a_mismatch(small_config, fake, lay
     fake()
     with pytest.raises(ValueError, match=message):
         list(verify.compare(small_config, [layout]))
+
+
+def test_pipelines_that_a_model_is_too_small_for_are_named(small_config, capsys):
+    assert possible_pipelines(override(small_config, "model.layers=16")) == list(PIPELINES)
+    assert not capsys.readouterr().out
+    shallow = possible_pipelines(override(small_config, "model.layers=3"))
+    assert shallow == [layout for layout in PIPELINES if "zb_h2" in layout]
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert len(rest) == len(PIPELINES) - 2
+    assert first == (
+        f"left out: layout `{PIPELINES[1]}`: model.layers=3 on mesh.pipe=2, 4 pieces in all, "
+        "leaves some without any; write at least 4"
+    )
 
 
 def test_the_cover_meets_every_possible_pair(small_config):

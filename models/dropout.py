@@ -41,10 +41,16 @@ class Dropout(NamedTuple):
 
 
 def row_keys(seed: int, positions: jax.Array) -> jax.Array:
-    """Words of the keys, uint32 [B, 2], of the rows at data positions [B]."""
+    """Words of the keys, uint32 [B, 2], of the rows at data positions [B, 2], see `position.py`."""
     seed_key = jax.random.key(seed, impl=GENERATOR)
-    keys = jax.vmap(lambda position: jax.random.fold_in(seed_key, position))(positions)
-    return jax.random.key_data(keys)
+
+    def row_key(position: jax.Array) -> jax.Array:
+        low, high = position
+        key = jax.random.fold_in(seed_key, low)
+        beyond = jax.random.key_data(jax.random.fold_in(key, high))
+        return jnp.where(high > 0, beyond, jax.random.key_data(key))  # the first 2³² rows need one
+
+    return jax.vmap(row_key)(positions)
 
 
 def drop(

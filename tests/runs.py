@@ -11,6 +11,7 @@ import numpy as np
 
 import reference
 from meshwright.models.batch import Batch
+from meshwright.models.position import position_number
 from meshwright.sharding.config import MESH_AXES, LayoutConfig, MeshConfig
 from meshwright.sharding.layout import Layout, make_layout, map_params
 from meshwright.sharding.mesh import make_mesh
@@ -171,7 +172,8 @@ def run_steps(
     step, history = make_train_step(config, layout), []
     for batch in batches:
         state, metrics = step(state, place(batch, config, layout))
-        history.append({name: jax.device_get(value).tolist() for name, value in metrics.items()})
+        values = {name: jax.device_get(value).tolist() for name, value in metrics.items()}
+        history.append(values | {"position": position_number(metrics["position"])})
         between(state)
     return history, state
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from ..models.batch import Batch
+from ..models.position import position_number
 from ..sharding.layout import Layout
 from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
 from .config import Config
@@ -167,7 +168,7 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
             open_metrics(
                 folder / "metrics.jsonl",
                 int(state.step),
-                int(state.position),
+                position_number(state.position),
                 writes=is_first(),
                 required=config.checkpoint.required,
                 say=reporter.say,
@@ -239,7 +240,7 @@ def run_to_end(run: Run, state: State) -> State:
     train, every = run.config.train, run.config.checkpoint.every
     losses, done = run.checkpoints.losses, int(state.step)
     step = eval_step = None
-    with closing(train_batches(run, int(state.position))) as batches:
+    with closing(train_batches(run, position_number(state.position))) as batches:
         try:
             while True:
                 # a checkpoint that was due came first: an evaluation may fail
@@ -348,6 +349,7 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
     values = {name: metrics[name].tolist() for name in (*first, *metrics)}
     flops, peak = step_flops(run.config), peak_flops(run.config)
     values |= {
+        "position": position_number(metrics["position"]),
         "tokens": int(values["tokens"]) if math.isfinite(values["tokens"]) else None,
         "step_time": seconds,
         "tokens_per_second": values["tokens"] / seconds,

@@ -93,7 +93,7 @@ def block_costs(config: Config, layout: Layout) -> Cost:
 
     def trace(params: Transformer, batch: Batch) -> None:
         batch = jax.tree.map(lambda a: a[0], batch)
-        rows = row_keys(config.run.seed, jnp.arange(len(batch.tokens)))
+        rows = row_keys(config.run.seed, jnp.zeros((len(batch.tokens), 2), jnp.uint32))
         dropout = Dropout(config.train.dropout, rows) if config.train.dropout else None
         x = jax.eval_shape(lambda: embed(params, batch, layout, dtype))
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ..models.position import position_words
 from ..models.transformer import Transformer
 from ..sharding.layout import Layout, is_param, make_layout, specs
 from ..sharding.mesh import make_mesh
@@ -25,10 +26,10 @@ from .precision import DTYPES, LossScale, first_scale
 @dataclass(frozen=True)
 class State:
     """step: completed updates, int32. skipped: attempts that were not finite and changed nothing,
-    int32. position: rows consumed from the epoch stream by both, int32. params: f32 masters. opt:
-    the optimizer's moments, and its average of the parameters if there is one. loss_scale: of f16,
-    else None. router_bias: of layers and experts, f32, what is added to scores where experts are
-    chosen, with model.balance_bias, else None.
+    int32. position: rows consumed from the epoch stream by both, uint32 [2], see
+    `models/position.py`. params: f32 masters. opt: the optimizer's moments, and its average of the
+    parameters if there is one. loss_scale: of f16, else None. router_bias: of layers and experts,
+    f32, what is added to scores where experts are chosen, with model.balance_bias, else None.
     """
 
     step: jax.Array
@@ -93,7 +94,7 @@ def _first_state(config: Config, numbers: Sequence[int] | None = None) -> State:
     return State(
         step=zero,
         skipped=zero,
-        position=zero,
+        position=jnp.asarray(position_words(0)),
         params=params,
         opt=make_optimizer(config.optimizer).init(params),
         loss_scale=first_scale(config.precision),

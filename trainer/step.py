@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from ..models.batch import Batch
 from ..models.dropout import Dropout, row_keys
 from ..models.moe import Routing
+from ..models.position import advance, position_words
 from ..models.transformer import Transformer, blocks, embed, head_share, stacks
 from ..models.vocab import Loss
 from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
@@ -38,11 +39,11 @@ def make_train_step(config: Config, layout: Layout):
     out.
 
     An attempt whose loss or gradient norm is not finite changes nothing but position, the count of
-    skipped attempts and the loss scale. metrics are scalars: `step`, `skipped` and `position` after
-    the attempt, `loss` (mean nll in nats over the batch's valid targets), `tokens` (valid targets),
-    `grad_norm` (before clipping), `lr`, of f16 the attempt's `loss_scale`, and auxiliary losses
-    under their own names; of experts what `expert_metrics` says; and with train.halt_on_nan
-    `nonfinite`, bool [microbatch, parameter].
+    skipped attempts and the loss scale. metrics are scalars: `step` and `skipped` after the
+    attempt, and the two words of `position`; `loss` (mean nll in nats over the batch's valid
+    targets), `tokens` (valid targets), `grad_norm` (before clipping), `lr`, of f16 the attempt's
+    `loss_scale`, and auxiliary losses under their own names; of experts what `expert_metrics` says;
+    and with train.halt_on_nan `nonfinite`, bool [microbatch, parameter].
     """
     optimizer: Any = make_optimizer(config.optimizer)  # optax's types know no flax module
     schedule = learning_rate(config.optimizer, config.train)
@@ -70,7 +71,9 @@ def make_train_step(config: Config, layout: Layout):
             loss_scale = next_scale(state.loss_scale, finite, config.precision)
             state = lax.cond(finite, update, skip, state)
             state = replace(
-                state, position=state.position + config.train.batch_size, loss_scale=loss_scale
+                state,
+                position=advance(state.position, config.train.batch_size),
+                loss_scale=loss_scale,
             )
         counters = {"step": state.step, "skipped": state.skipped, "position": state.position}
         pieces = config.train.microbatches * layout.size(_all_axes(layout))
@@ -107,9 +110,9 @@ def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
 
 def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
     """(params, batch, position, loss_scale, router_bias) -> (metrics, gradients) as one shard_map
-    over the whole mesh; params only for their structure. position: of the batch's first row, by
-    default 0; dropout and model.random_second need it. loss_scale: what the loss is multiplied by
-    for the backward pass alone. router_bias: State's.
+    over the whole mesh; params only for their structure. position: words of the batch's first row,
+    by default of 0; dropout and model.random_second need it. loss_scale: what the loss is
+    multiplied by for the backward pass alone. router_bias: State's.
     """
     in_specs = specs(params, layout.param_spec)
     out_specs = specs(params, layout.state_spec)
@@ -124,11 +127,13 @@ def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
     def loss_and_grads_at(
         params: Transformer,
         batch: Batch,
-        position: jax.Array | int = 0,
+        position: jax.Array | None = None,
         loss_scale: jax.Array | None = None,
         router_bias: jax.Array | None = None,
     ):
-        return mapped(params, batch, jnp.asarray(position, jnp.int32), loss_scale, router_bias)
+        if position is None:
+            position = jnp.asarray(position_words(0))
+        return mapped(params, batch, position, loss_scale, router_bias)
 
     return loss_and_grads_at
 
@@ -166,7 +171,8 @@ def loss_and_grads(
 
     rows = None
     if config.train.dropout or config.model.random_second:
-        rows = jax.vmap(partial(row_keys, config.run.seed))(data_positions(position, batch, layout))
+        positions = data_positions(position, batch, layout)
+        rows = jax.vmap(partial(row_keys, config.run.seed))(positions)
     dropped = rows if config.train.dropout else None
     pieces = Piece(batch, dropped, rows if config.model.random_second else None)
 
@@ -227,14 +233,14 @@ def mark_nonfinite(tree: Any) -> jax.Array:
 
 
 def data_positions(first: jax.Array, batch: Batch, layout: Layout) -> jax.Array:
-    """[G, B] of this device's rows, as `batch_at` places them; first: of the global batch's first
-    row.
+    """uint32 [G, B, 2]: words of the data positions of this device's rows, as `batch_at` places
+    them. first [2]: of the global batch's first row.
     """
     pieces, rows = batch.tokens.shape[:2]
     axes = layout.axes("batch")
     part, parts = axis_index(axes, layout), layout.size(axes)
     row = jnp.arange(pieces)[:, None] * (parts * rows) + jnp.arange(rows)[None, :]
-    return first + part * rows + row
+    return advance(first, part * rows + row)
 
 
 def forward_share(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.batch import Batch
 from meshwright.models.dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop, row_keys
+from meshwright.models.position import advance, position_words
 from meshwright.sharding.rules import ZERO_AXES, Dim
 from meshwright.trainer.data.loader import token_order
 from meshwright.trainer.step import data_positions
@@ -35,7 +36,8 @@ def masks(rate=0.3, position=100, layer=5, site=MLP, seed=3, pieces=PIECES, **la
     batch, stream = layout.batch_spec(), P(None, ZERO_AXES, layout.axes("seq"))
 
     def local(tokens, ones):
-        positions = data_positions(position, Batch(*[tokens] * 5), layout)
+        first = jnp.asarray(position_words(position))
+        positions = data_positions(first, Batch(*[tokens] * 5), layout)
 
         def one_microbatch(positions, x):
             return drop(x, Dropout(rate, row_keys(seed, positions)), layer, site, layout)
@@ -78,7 +80,8 @@ def test_dropped_without_rate():
 
 
 def plain(x, rate=0.25, seed=0, position=0, layer=0, site=ATTENTION):
-    rows = row_keys(seed, position + jnp.arange(len(x)))
+    first = jnp.asarray([position, 0], jnp.uint32)
+    rows = row_keys(seed, advance(first, jnp.arange(len(x))))
     return drop(x, Dropout(rate, rows), layer, site, layout_on(data=1))
 
 
@@ -90,6 +93,15 @@ def test_the_bits_never_change():
         *("1100111001011000", "1110100110110011", "1111011110100111"),
         *("1011110110001111", "1010111101011011", "1000110011100011"),
     ]
+
+
+def test_rows_beyond_32_bits_have_masks_of_their_own():
+    edge = 2**32
+    across = masks(position=edge - ROWS // 2)
+    np.testing.assert_array_equal(across[: ROWS // 2], masks(position=edge - ROWS)[ROWS // 2 :])
+    np.testing.assert_array_equal(across[ROWS // 2 :], masks(position=edge)[: ROWS // 2])
+    assert (masks(position=edge) != masks(position=0)).any(axis=(1, 2)).all()
+    assert (masks(position=2 * edge) != masks(position=edge)).any(axis=(1, 2)).all()
 
 
 def test_the_gradient_is_dropped_alike_and_no_mask_is_saved():

@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from meshwright.models.position import position_number, position_words
 from meshwright.trainer import loop
 from meshwright.trainer.checkpoint import DamagedError, restore
 from meshwright.trainer.config import Config
@@ -81,7 +83,7 @@ def test_c04_a_checkpoints_label_is_the_number_of_completed_updates(base, unbrok
     assert list(find_checkpoints(unbroken.folder)) == [7, 12]
     layout = lay_out(base)
     _, state = restore(unbroken.folder / "checkpoints" / "7", sharded_shapes(base, layout))
-    assert (state.step.item(), state.position.item()) == (7, 7 * 16)
+    assert (state.step.item(), position_number(state.position)) == (7, 7 * 16)
     config = killed_after(unbroken, 7, override(base, "run.name=c04"))
     assert_same_run(train(config), unbroken)
 
@@ -91,6 +93,34 @@ def test_c04_a_checkpoints_label_is_the_number_of_completed_updates(base, unbrok
 def test_c07_what_was_only_prefetched_is_not_skipped(base, unbroken, prefetch):
     named = override(base, f"run.name=c07-{prefetch}", f"data.prefetch={prefetch}")
     assert_same_run(train(killed_after(unbroken, 7, named)), unbroken)
+
+
+@pytest.mark.parametrize("edge", [2**31, 2**32])
+def test_a_data_position_that_outgrows_a_word(edge, base, monkeypatch):
+    """Rows, masks and metrics.jsonl go on, and so does a resume on either side of the edge."""
+    config = override(
+        base,
+        *("train.dropout=0.1", "checkpoint.every=3", "train.eval_every=0", "train.steps=9"),
+        f"run.name=from-{edge}",
+    )
+    rows, first = config.train.batch_size, edge - 4 * config.train.batch_size - 5
+    begin_state = loop.init_state
+
+    def long_after(*arguments):
+        state = begin_state(*arguments)
+        words = jax.device_put(position_words(first), state.position.sharding)
+        return replace(state, position=words)
+
+    monkeypatch.setattr(loop, "init_state", long_after)
+    whole = train(config)
+    positions = [line["position"] for line in whole.history if "position" in line]
+    assert positions == [first + rows * update for update in range(1, 10)]
+    assert positions[2] < edge < positions[5]  # checkpoints on both sides
+    assert position_number(whole.state.position) == positions[-1]
+    monkeypatch.setattr(loop, "init_state", None)  # what resumes begins nothing
+    for step in (3, 6):
+        named = override(config, f"run.name=from-{edge}-{step}")
+        assert_same_run(train(killed_after(whole, step, named)), whole)
 
 
 def test_a_run_killed_before_its_last_evaluation_makes_it(base, unbroken, capsys):

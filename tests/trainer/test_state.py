@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from meshwright.models.position import position_number
 from meshwright.trainer.load import override
 from meshwright.trainer.state import (
     abstract_state,
@@ -82,8 +83,8 @@ def first(small_config):
 
 def test_the_first_state(first):
     config, layout, state = first
-    assert (state.step.item(), state.position.item()) == (0, 0)
-    assert state.step.dtype == state.position.dtype == jnp.int32
+    assert (state.step.item(), position_number(state.position)) == (0, 0)
+    assert (state.step.dtype, state.position.dtype) == (jnp.int32, jnp.uint32)
     for leaf in jax.tree.leaves(state.opt):
         assert not np.asarray(leaf).any()
     expected = state_shardings(abstract_state(config), layout)

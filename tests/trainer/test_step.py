@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from meshwright.models.batch import Batch
+from meshwright.models.position import position_number
 from meshwright.trainer.load import override
 from meshwright.trainer.state import abstract_state, init_state, lay_out, state_shardings
 from meshwright.trainer.step import clip, make_train_step
 
 LR, CLIP = 0.1, 1.0
-COUNTERS = {"step", "skipped", "position"}
+COUNTERS = {"step": jnp.int32, "skipped": jnp.int32, "position": jnp.uint32}
 METRICS = {*COUNTERS, "loss", "tokens", "grad_norm", "lr"}
 
 
@@ -82,15 +83,15 @@ def test_metrics_are_replicated_scalars(trained):
     for metrics in trained.metrics:
         assert set(metrics) == METRICS
         for name, value in metrics.items():
-            assert value.shape == ()
-            assert value.dtype == (jnp.int32 if name in COUNTERS else jnp.float32)
+            assert value.shape == ((2,) if name == "position" else ())
+            assert value.dtype == COUNTERS.get(name, jnp.float32)
             assert value.sharding.is_fully_replicated
 
 
 def test_counters_are_those_after_the_update(trained):
-    counters = [(m["step"].item(), m["position"].item()) for m in trained.metrics]
+    counters = [(m["step"].item(), position_number(m["position"])) for m in trained.metrics]
     assert counters == [(i, 16 * i) for i in range(1, 7)]
-    assert (trained.state.step.item(), trained.state.position.item()) == counters[-1]
+    assert (trained.state.step.item(), position_number(trained.state.position)) == counters[-1]
 
 
 def test_tokens_are_the_valid_targets(trained):
@@ -119,7 +120,8 @@ def test_four_micro_batches_are_one_batch(config, trained):
     four = train(override(config, "train.microbatches=4"), steps=2)
     for ours, theirs in zip(four.metrics, trained.metrics, strict=False):
         for name, value in theirs.items():
-            assert ours[name].item() == pytest.approx(value.item(), rel=1e-5), name
+            found, expected = np.asarray(ours[name]).tolist(), np.asarray(value).tolist()
+            assert found == pytest.approx(expected, rel=1e-5), name
     for a, b in zip(*map(jax.tree.leaves, (four.params[1], trained.params[1])), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

@@ -17,8 +17,10 @@ def prepare_devices(config: DeviceConfig) -> None:
     compilation cache on. A second call with the same config does nothing.
 
     Raises ValueError with the config key where JAX has started differently already, finds no such
-    platform, or other processes and devices than stated; RuntimeError where it cannot join.
+    platform, other processes and devices than stated, or is set up to compute other numbers;
+    RuntimeError where it cannot join.
     """
+    _check_settings()
     start_processes(config)
     if config.compile_cache != "auto":
         jax.config.update("jax_compilation_cache_dir", config.compile_cache)
@@ -29,6 +31,28 @@ def prepare_devices(config: DeviceConfig) -> None:
     else:
         _choose_platform(config.platform)
     check_counts(config)
+
+
+NEEDED = {
+    "jax_enable_x64": False,  # all we count and compute has 32 bits
+    "jax_disable_jit": False,
+    "jax_numpy_dtype_promotion": "standard",
+    # with others, initial parameters depend on the mesh
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
+"""Settings of JAX that a run cannot do without; all are its defaults."""
+
+
+def _check_settings() -> None:
+    for name, needed in NEEDED.items():
+        found = getattr(jax.config, name)
+        if found != needed:
+            raise ValueError(
+                f"{name}={found}: Meshwright needs {name}={needed}; unset the variable "
+                f"{name.upper()}, or call jax.config.update({name!r}, {needed!r})"
+            )
 
 
 def _choose_platform(platform: str | None) -> None:

@@ -31,7 +31,7 @@ from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
 from .metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
 from .placement import in_model_order, in_stage_order, model_order_shapes
-from .processes import any_process, is_first, make_agree, on_first, watch
+from .processes import any_process, check_same_config, is_first, make_agree, on_first, watch
 from .resume import (
     as_one_process,
     begin,
@@ -129,6 +129,7 @@ def train(config: Config) -> Result:
 def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
     """The run's folder, files and devices, ready to go on from the state that comes with them."""
     prepare_devices(config.device)
+    check_same_config(config)
     if not config.checkpoint.required and jax.process_count() > 1:
         raise ValueError(
             "checkpoint.required=false is for one process: several would not agree whether a "

@@ -16,8 +16,11 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -25,8 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .config import DeviceConfig
+from .config import Config, DeviceConfig
+from .differences import flat
 from .launch import EXPLICIT, complete_launch
+from .load import show
 from .stop import leave
 
 T = TypeVar("T")
@@ -124,17 +129,77 @@ def _give_up(timeout: float, count: int | None, where: str) -> None:
 
 
 def check_counts(config: DeviceConfig) -> None:
-    """Raise ValueError where the processes or devices found are not as many as stated."""
+    """Raise ValueError where the processes or devices found are not as many as stated, or one
+    process has more devices than another.
+    """
     processes, devices = jax.process_count(), jax.device_count()
     if config.process_count not in (None, processes):
         raise ValueError(
             f"device.process_count={config.process_count}, but JAX runs in {processes} process(es)"
+        )
+    # every process can count for itself: what JAX sends between unequal ones fails
+    held = Counter(device.process_index for device in jax.devices())
+    if len(set(held.values())) > 1:
+        found = _by_value({process: str(count) for process, count in held.items()})
+        raise ValueError(
+            f"every process needs as many devices as the others, but there are "
+            f"{', '.join(f'{count} in {where}' for count, where in found.items())}; "
+            f"write the same device.cpu_devices for all, or use hosts that are alike"
         )
     if config.count not in (None, devices):
         raise ValueError(
             f"device.count={config.count}, but JAX finds {devices} device(s) in {processes} "
             f"process(es)"
         )
+
+
+OWN = (
+    *("device.process_id", "device.coordinator", "device.compile_cache"),
+    *("data.paths", "data.store"),  # what is read there is compared by its fingerprint
+)
+"""Keys that each process may have a value of its own for."""
+
+NUMERICS = ("jax_default_matmul_precision", "jax_numpy_rank_promotion")
+"""Settings of JAX that change numbers or errors."""
+
+
+def check_same_config(config: Config, command: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError in every process where the processes were started with different configs,
+    commands, versions or settings of JAX: each would compile a program of its own, and they would
+    wait for one another or add up what does not belong together. Comes before any compilation.
+
+    command: what else the processes must have in common, by name, as JSON.
+    """
+    if jax.process_count() == 1:
+        return
+    settings = flat(asdict(config)) | dict(command or {})
+    settings = {key: value for key, value in settings.items() if key not in OWN}
+    settings |= {name: version(name) for name in ("meshwright", "jax", "jaxlib")}
+    settings |= {name: jax.config.values[name] for name in NUMERICS}
+    of_all = [json.loads(text) for text in _texts_of_all(json.dumps(settings))]
+    keys = dict.fromkeys(key for each in of_all for key in each)
+    lines = []
+    for key in keys:
+        found = _by_value({number: show(each.get(key)) for number, each in enumerate(of_all)})
+        if len(found) > 1:
+            lines.append(f"{key}={', '.join(f'{v} in {where}' for v, where in found.items())}")
+    if lines:
+        raise ValueError(
+            f"the processes were started differently: {'; '.join(lines)}; "
+            f"start all with the same command"
+        )
+
+
+def _by_value(values: Mapping[int, str]) -> dict[str, str]:
+    """Process -> value as value -> `process 1` or `processes 0, 2 and 61 more`."""
+    holders: dict[str, list[int]] = {}
+    for process, value in sorted(values.items()):
+        holders.setdefault(value, []).append(process)
+    return {
+        value: f"process{'es' if len(those) > 1 else ''} {', '.join(map(str, those[:4]))}"
+        + (f" and {len(those) - 4} more" if len(those) > 4 else "")
+        for value, those in holders.items()
+    }
 
 
 def is_first() -> bool:
@@ -183,6 +248,18 @@ def _text_of_first(text: str) -> str:
     if is_first():
         padded[:size] = data
     return bytes(broadcast_one_to_all(padded)[:size]).decode()
+
+
+def _texts_of_all(text: str) -> list[str]:
+    """Each process's text, in their order, in all processes."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.ravel(process_allgather(np.int32(data.size)))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: data.size] = data
+    rows = np.asarray(process_allgather(padded))
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def any_process(flag: bool) -> bool:

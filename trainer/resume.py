@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config
-from .load import from_yaml, load, show, to_yaml
+from .differences import differences, within
+from .load import from_yaml, load, to_yaml
 from .manifest import find_checkpoints, read_manifest
 
 FIXED = ("model", "data", "run.seed", "train.seq_len")
@@ -122,21 +123,19 @@ def as_one_process(config: Config, processes: int) -> Config:
 
 def compare(before: Config, now: Config) -> list[str]:
     """One line for each key that differs. Raises ValueError naming those that may not."""
-    lines = _differences(asdict(before), asdict(now))
+    lines = differences(asdict(before), asdict(now))
     if "f16" in (before.precision.compute, now.precision.compute) and "precision.compute" in lines:
         raise ValueError(
             f"the run was started with {lines['precision.compute']}; only f16 keeps a loss scale: "
             f"write it as it was, or checkpoint.init_from=… for a new run from its parameters"
         )
-    refused = [
-        line for key, line in lines.items() if _within(key, FIXED) and not _within(key, FREE)
-    ]
+    refused = [line for key, line in lines.items() if within(key, FIXED) and not within(key, FREE)]
     if refused:
         raise ValueError(
             f"the run was started with {'; '.join(refused)}; that cannot change when a run "
             f"resumes: write it as it was, or run.name=… for a new run"
         )
-    return [line for key, line in lines.items() if not _within(key, UNLISTED)]
+    return [line for key, line in lines.items() if not within(key, UNLISTED)]
 
 
 def compare_models(source: Path, config: Config) -> list[str]:
@@ -145,7 +144,7 @@ def compare_models(source: Path, config: Config) -> list[str]:
     """
     newest = max(find_checkpoints(source).items())[1]
     before = from_yaml(read_manifest(newest).config, str(newest))
-    lines = _differences({"model": asdict(before.model)}, {"model": asdict(config.model)})
+    lines = differences({"model": asdict(before.model)}, {"model": asdict(config.model)})
     return list(lines.values())
 
 
@@ -154,25 +153,3 @@ def _write(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Key -> `mesh.data=2, now 4` for every key of two config trees that differs."""
-    old, new = _flat(before), _flat(now)
-    return {
-        key: f"{key}={show(old.get(key))}, now {show(new.get(key))}"
-        for key in old | new
-        if old.get(key) != new.get(key)
-    }
-
-
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """`{"mesh": {"data": 2}}` -> `{"mesh.data": 2}`."""
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
-    return flat
-
-
-def _within(key: str, names: tuple[str, ...]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)

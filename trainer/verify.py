@@ -26,6 +26,7 @@ from .data.loader import token_order
 from .device import prepare_devices
 from .load import override, parse
 from .placement import in_model_order, in_stage_order, model_order_shapes
+from .processes import check_same_config
 from .state import init_params, lay_out, named_leaves, sharded_shapes
 from .step import shard_loss_and_grads
 
@@ -138,6 +139,8 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     if not chosen:
         devices = jax.device_count()
         raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} device(s)")
+    check_same_config(config, {"layouts": chosen})
+    check_same_config(config, {"layouts": chosen})
     return print_comparisons(config, chosen)
 
 

@@ -89,3 +89,39 @@ def test_a_gpu_that_is_not_there_is_one_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("jax_enable_x64", "1", False),
+        ("jax_disable_jit", "1", False),
+        ("jax_numpy_dtype_promotion", "strict", "standard"),
+        ("jax_default_prng_impl", "rbg", "threefry2x32"),
+        ("jax_threefry_partitionable", "0", True),
+        ("jax_random_seed_offset", "5", 0),
+    ],
+)
+def test_settings_of_jax_that_change_a_run_are_refused(name, value, needed):
+    code = "prepare(platform='cpu'); print(jax.config.jax_platforms)"
+    line, platforms = run(code, **{name.upper(): value}).splitlines()
+    assert line.startswith(f"{name}=")
+    assert f"needs {name}={needed}; unset the variable {name.upper()}" in line
+    assert platforms == "None"  # nothing has started
+
+
+def test_without_any_home_the_user_is_told_what_to_set():
+    code = """
+    import os, pwd
+    del os.environ["HOME"]
+    def unknown(uid):
+        raise KeyError(uid)
+    pwd.getpwuid = unknown
+    os.environ.pop("XDG_CACHE_HOME", None)
+    prepare(platform="cpu")
+    prepare(platform="cpu", compile_cache=None)
+    print("started")
+    """
+    said, started = run(code).splitlines()
+    assert said.startswith("HOME is not set and the system knows no home folder of this user: set")
+    assert started == "started"

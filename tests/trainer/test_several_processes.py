@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,8 +47,9 @@ def unbroken(base):
 
 
 @contextlib.contextmanager
-def started(config: Config, count: int, devices: int):
-    """`meshwright train` in `count` processes of `devices` devices each."""
+def started(config: Config, count: int, devices: int, last: tuple[str, ...] = ()):
+    """`meshwright train` in `count` processes of `devices` devices each. last: overrides that only
+    the last of them gets."""
     file = Path(config.run.dir) / f"{config.run.name}.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     port, processes = free_port(), []
@@ -59,7 +61,8 @@ def started(config: Config, count: int, devices: int):
                 *(f"device.process_count={count}", f"device.cpu_devices={devices}"),
                 f"device.count={count * devices}",
             )
-            command = [sys.executable, "-m", "meshwright", "train", str(file), *settings]
+            own = last if number == count - 1 else ()
+            command = [sys.executable, "-m", "meshwright", "train", str(file), *settings, *own]
             process = subprocess.Popen(
                 command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
@@ -125,6 +128,45 @@ def test_a_signal_to_one_process_stops_all_at_one_step(base):
     assert lines(folder)[-1]["step"] == step
     for text in (errors, other_errors):
         assert f"meshwright: stopped: step {step} is saved in {folder}" in text
+
+
+DIFFERENT = {
+    "optimizer.lr": "0.2",
+    "run.seed": "1",
+    "precision.compute": "bf16",
+    "train.steps": "8",
+    "train.batch_size": "32",
+    "checkpoint.every": "2",
+    "layout.zero": "1",
+    "log.sample": "beta",
+}
+
+
+def test_processes_that_were_started_differently_are_told_how(base):
+    """All keys, with both values and who has them, before anything is compiled or written. Where a
+    process keeps its own files is its own matter."""
+    config = override(base, "run.name=differing", "device.timeout=20")
+    cache = f"device.compile_cache={Path(base.run.dir, 'own')}"
+    changed = tuple(f"{key}={value}" for key, value in DIFFERENT.items())
+    with started(config, 2, 4, (*changed, cache)) as processes:
+        for code, out, errors in ends(processes):
+            assert code == 2, errors
+            (line,) = [line for line in errors.splitlines() if line.startswith("meshwright: ")]
+            for key, value in DIFFERENT.items():
+                assert re.search(rf"{key}=\S+.* in process 0, {value} in process 1", line), key
+            assert line.count(" in process 1") == len(DIFFERENT)
+            assert "compiling" not in out
+    assert not Path(base.run.dir, "differing").exists()
+
+
+def test_processes_with_unequal_devices_are_refused(base):
+    config = override(base, "run.name=unequal", "device.count=null")
+    last = "device.cpu_devices=2", "device.count=null", "mesh.data=-1", "mesh.tensor=1"
+    with started(config, 2, 4, last) as processes:
+        for code, _, errors in ends(processes):
+            assert code == 2, errors
+            (line,) = [line for line in errors.splitlines() if line.startswith("meshwright: ")]
+            assert "there are 4 in process 0, 2 in process 1" in line
 
 
 def test_a_mistake_is_refused_by_all_with_one_line(base, unbroken):

@@ -15,9 +15,10 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
 from .config import Config
+from .data.tokenizer import tokenizer_digest
 from .digest import digests, host_digest
 from .load import to_yaml
 from .manifest import (
@@ -39,6 +41,7 @@ from .manifest import (
     parse_manifest,
     read_manifest,
     read_manifest_text,
+    read_tokenizer_text,
     sealed,
 )
 from .processes import any_process, is_first, on_first
@@ -57,20 +60,27 @@ class Checkpoints:
     """The checkpoints of a run while it trains: written in the background, the newest `keep` kept
     and the one with the lowest held-out loss.
 
-    losses: held-out loss by step, filled in by the run. newest: step of the newest that is
-    committed. lost: whether a save has failed since.
+    tokenizer: the text of its tokenizer.json. losses: held-out loss by step, filled in by the run.
+    newest: step of the newest that is committed. lost: whether a save has failed since.
     """
 
     def __init__(
-        self, run: Path, config: Config, losses: dict[int, float], say: Callable[[str], None]
+        self,
+        run: Path,
+        config: Config,
+        tokenizer: str,
+        losses: dict[int, float],
+        say: Callable[[str], None],
     ):
         self.losses = losses
         self.lost = False
         self._run = run
         self._old = run / "checkpoints" / "old"
         self._config = config
+        self._tokenizer = tokenizer
         self._say = say
         self._pending: int | None = None
+        self._links = ExitStack()
         self._manager: ocp.CheckpointManager | None = self._open()
         self.newest = self._manager.latest_step()
 
@@ -88,7 +98,10 @@ class Checkpoints:
             enable_async_checkpointing=config.background,
             async_options=ocp.AsyncOptions(timeout_secs=int(self._config.device.timeout) + 1),
         )
-        return ocp.CheckpointManager((self._run / "checkpoints").absolute(), options=options)
+        self._links.close()
+        (self._run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder = self._links.enter_context(plain_path(self._run / "checkpoints"))
+        return ocp.CheckpointManager(folder, options=options)
 
     def save(self, step: int, state: State) -> None:
         """Copy the state off the devices and write it under the label `step`; with
@@ -105,7 +118,8 @@ class Checkpoints:
             name: Leaf(list(leaf.shape), str(leaf.dtype), int(marks[name]))
             for name, leaf in leaves.items()
         }
-        manifest = Manifest(step, to_yaml(self._config), described)
+        digest = tokenizer_digest(self._tokenizer)
+        manifest = Manifest(step, to_yaml(self._config), digest, described)
         try:
             if any_process(is_first() and not self._run.is_dir()):
                 raise FileNotFoundError(f"{self._run} is no longer there")
@@ -114,6 +128,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(leaves),
+                    tokenizer=ocp.args.JsonSave(json.loads(self._tokenizer)),
                     manifest=ocp.args.JsonSave(sealed(manifest)),
                 ),
             )
@@ -149,8 +164,9 @@ class Checkpoints:
                 in_background(lambda: shutil.rmtree(self._old, ignore_errors=True))
 
     def close(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
+        with self._links:
+            if self._manager is not None:
+                self._manager.close()
 
     def _failed(self, step: int, error: Exception) -> None:
         # a manager raises its errors again and again: the next save opens another
@@ -166,12 +182,16 @@ class Checkpoints:
 
 @contextmanager
 def open_checkpoints(
-    run: Path, config: Config, losses: dict[int, float], say: Callable[[str], None]
+    run: Path,
+    config: Config,
+    tokenizer: str,
+    losses: dict[int, float],
+    say: Callable[[str], None],
 ) -> Iterator[Checkpoints]:
     """The checkpoints of the run in folder `run`; leaving waits for what is still being written,
     and raises CheckpointError if it fails.
     """
-    checkpoints = Checkpoints(run, config, losses, say)
+    checkpoints = Checkpoints(run, config, tokenizer, losses, say)
     try:
         yield checkpoints
         checkpoints.wait()
@@ -180,6 +200,41 @@ def open_checkpoints(
             checkpoints.close()
         raise
     checkpoints.close()
+
+
+@contextmanager
+def plain_path(path: Path) -> Iterator[Path]:
+    """`path` under a name that Orbax and tensorstore take literally. They read some characters as a
+    pattern or a URL, and say nothing when what they have written is not found again; then it is a
+    link to the folder, in the machine's folder for temporary files, as long as the context lasts.
+    """
+    path = path.absolute()
+    if not special(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        link = Path(folder, "link")
+        if special(link):
+            raise ValueError(f"TMPDIR={folder}: Orbax cannot use this path; write another TMPDIR")
+        link.symlink_to(path)
+        yield link
+
+
+def special(path: Path) -> bool:
+    """Whether Orbax or tensorstore may take something in an absolute path for a pattern or URL, or
+    cannot take it because it is not UTF-8.
+    """
+    text = str(path)
+    return bool(re.search(r"[*?\[\]\\]|:/", text)) or not is_utf8(text)
+
+
+def is_utf8(text: str) -> bool:
+    """False where bytes of a file's name or of an argument were not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass
@@ -303,8 +358,11 @@ def _restore(checkpoint: Path, target: Any) -> Any:
 
 def _read(checkpoint: Path, arguments: Any) -> Any:
     _hush_orbax()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore((checkpoint / "state").absolute(), args=arguments)
+    with (
+        plain_path(checkpoint / "state") as folder,
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader,
+    ):
+        return reader.restore(folder, args=arguments)
 
 
 def _compare(checkpoint: Path, manifest: Manifest, names: dict[str, Any], *, whole: bool) -> None:
@@ -386,6 +444,7 @@ def verify_checkpoints(path: Path) -> Iterator[tuple[str, bool]]:
     for step, checkpoint in find_checkpoints(path).items():
         try:
             manifest = read_manifest(checkpoint)
+            read_tokenizer_text(checkpoint)
             damage = find_damage(checkpoint, manifest)
         except DamagedError as error:
             yield f"step {step}: {error}", False

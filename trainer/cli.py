@@ -168,8 +168,13 @@ def _config(options: argparse.Namespace) -> int:
 def _tokenize(options: argparse.Namespace) -> int:
     config = load(options.config, *options.overrides)
     from .data.store import build_store, describe_store, open_store
+    from .data.tokenizer import read_tokenizer
+    from .manifest import newest_tokenizer_text
 
-    print(describe_store(open_store(build_store(config))))
+    tokenizer = None
+    if (source := config.checkpoint.init_from) is not None:
+        tokenizer = read_tokenizer(newest_tokenizer_text(Path(source).expanduser()), source)
+    print(describe_store(open_store(build_store(config, tokenizer))))
     return 0
 
 
@@ -192,12 +197,9 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 
 def _config_of_run(options: argparse.Namespace) -> Config:
-    from .manifest import run_of
+    from .manifest import config_of
 
-    written = run_of(Path(options.run)) / "config.yaml"
-    if not written.is_file():
-        raise ConfigError(f"{written} does not exist; RUN is a folder that meshwright train wrote")
-    return load(written, *options.overrides)
+    return config_of(Path(options.run), *options.overrides)
 
 
 def _start(config: Config) -> Config:

@@ -13,8 +13,18 @@ from ..models.transformer import Transformer
 from ..sharding.layout import Layout
 from .config import Config
 from .data.loader import eval_batches
-from .data.store import Split, Store
-from .reading import open_run
+from .data.store import (
+    Split,
+    Store,
+    check_fits,
+    check_tokenizer,
+    documents_of,
+    open_data,
+    open_store,
+)
+from .manifest import run_of
+from .reading import OpenRun, open_run
+from .resume import read_trained_on
 from .step import make_eval_step
 
 
@@ -66,12 +76,47 @@ def describe_evaluation(result: Evaluation, levels: dict[str, float]) -> str:
     )
 
 
+def open_data_of_run(run: Path, opened: OpenRun) -> Store:
+    """The documents that a run was trained on and held out: the store that it read, if that is
+    still there, or one made again from what its config says. Raises ValueError that says where it
+    looked.
+    """
+    trained_on = read_trained_on(run_of(run))
+    looked = f"no such store is left at {trained_on.store}"
+    try:
+        store = open_store(Path(trained_on.store))
+        check_tokenizer(store, opened.tokenizer)
+        if documents_of(store.description.made_from) == trained_on.documents:
+            check_fits(store, opened.config)
+            return store
+    except (ValueError, OSError) as error:
+        looked += f" ({error})" if Path(trained_on.store).exists() else ""
+    try:
+        store = open_data(opened.config, opened.tokenizer)
+        if documents_of(store.description.made_from) == trained_on.documents:
+            return store
+        found = f"the documents of {store.path} are not those that {run} held out"
+    except ValueError as error:
+        found = str(error)
+    raise ValueError(
+        f"{run}: {looked}, and {found}, in {Path.cwd()}; write data.store=… or data.paths=… to say "
+        f"where its documents are, or what else to evaluate on"
+    )
+
+
 def evaluate_run(run: str | Path, overrides: Sequence[str] = ()) -> str:
     """Evaluate a run's newest checkpoint on the mesh of its config, or of the overrides; see
     `open_run`.
     """
     opened = open_run(run, overrides)
-    config, layout, store = opened.config, opened.layout, opened.store
+    config, layout = opened.config, opened.layout
+    meant = any(word.startswith("data.") for word in overrides)
+    store = open_data(config, opened.tokenizer) if meant else open_data_of_run(Path(run), opened)
+    if store.heldout is None:
+        raise ValueError(
+            f"{store.path} holds no documents out (data.holdout=0); write data.source=…, "
+            f"data.paths=… and data.holdout=… of documents to evaluate on"
+        )
     batches = heldout_batches(store.heldout, config, layout)
     step = make_eval_step(config, layout)
     result = evaluate(step, opened.params, batches, opened.router_bias)

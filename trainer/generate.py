@@ -9,7 +9,7 @@ of them and its continuation, V vocabulary of the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,9 +55,8 @@ def generate_run(
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if isinstance(prompts, str):
         raise ValueError("prompts: write a list of texts, as in ['def ']")
-    opened = open_run(run, overrides)
-    tokenizer = opened.store.tokenizer
-    arguments = opened.params, opened.config, opened.layout, tokenizer, prompts, sampling
+    opened = open_run(run, overrides, {"prompts": list(prompts)} | asdict(sampling))
+    arguments = opened.params, opened.config, opened.layout, opened.tokenizer, prompts, sampling
     return generate_texts(*arguments, router_bias=opened.router_bias)
 
 

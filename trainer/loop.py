@@ -24,11 +24,13 @@ from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
 from .config import Config
 from .console import Reporter, report_steps
 from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
-from .data.store import Store, build_store, open_data
+from .data.store import Store, build_store, documents_of, open_data
+from .data.tokenizer import Tokenizer, read_tokenizer
 from .device import prepare_devices
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
+from .manifest import newest_tokenizer_text
 from .metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
 from .placement import in_model_order, in_stage_order, model_order_shapes
 from .processes import any_process, check_same_config, is_first, make_agree, on_first, watch
@@ -37,9 +39,9 @@ from .resume import (
     begin,
     check_data,
     compare_models,
-    describe,
     hold,
     run_folder,
+    write_run_files,
 )
 from .sampling import Sampling
 from .skipping import describe_attempt, how_to_calm, why_it_ends
@@ -137,8 +139,8 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
         )
     layout, folder = lay_out(config), run_folder(config)
     kept = as_one_process(config, jax.process_count())
-    on_first(lambda: begin(folder, kept))  # before the data, which may take long
-    store = open_shared_data(config)
+    expected, _ = on_first(lambda: begin(folder, kept))  # before the data, which may take long
+    store = open_shared_data(config, tokenizer_of(folder if expected else None, config))
     with (
         stop_on_signals(config.checkpoint.grace) as stop,
         watch(config.device.timeout) as phase,
@@ -147,16 +149,17 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
     ):
         on_first(lambda: lock.enter_context(hold(folder, config)))
         resumes, changes = on_first(lambda: begin(folder, kept))
+        if resumes != expected:
+            raise ValueError(f"{folder} has begun meanwhile, by another process; start again")
         for line in summarize(config, layout, abstract_state(config)):
             reporter.say(line)
         reporter.say(f"run         {folder}")
         for change in changes:
             reporter.say(f"changed     {change}")
-        made_from = store.description.made_from
         if resumes:
-            on_first(lambda: check_data(folder, made_from))
+            on_first(lambda: check_data(folder, documents_of(store.description.made_from)))
         state = begin_state(config, layout, folder, resumes, reporter)
-        on_first(lambda: describe(folder, kept, made_from))
+        on_first(lambda: write_run_files(folder, kept, store))
         if any_process(not (folder / "config.yaml").is_file()):
             raise ValueError(
                 f"run.dir={config.run.dir}: not all processes see {folder}; "
@@ -174,7 +177,9 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
                 required=config.checkpoint.required,
                 say=reporter.say,
             ) as metrics,
-            open_checkpoints(folder, kept, held_out_losses(metrics), reporter.say) as checkpoints,
+            open_checkpoints(
+                folder, kept, store.tokenizer.text, held_out_losses(metrics), reporter.say
+            ) as checkpoints,
         ):
             run = Run(
                 config=config,
@@ -191,15 +196,28 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
             yield run, state
 
 
-def open_shared_data(config: Config) -> Store:
+def tokenizer_of(resumed: Path | None, config: Config) -> Tokenizer | None:
+    """The tokenizer that belongs to the parameters which the run begins with: of its own newest
+    checkpoint where it resumes, or of checkpoint.init_from. None: the parameters are random.
+    """
+    source, fallback = resumed, config.checkpoint.fallback
+    if source is None and config.checkpoint.init_from is not None:
+        source, fallback = Path(config.checkpoint.init_from).expanduser(), False
+    if source is None:
+        return None
+    text = on_first(lambda: newest_tokenizer_text(source, fallback=fallback))
+    return read_tokenizer(text, str(source))
+
+
+def open_shared_data(config: Config, tokenizer: Tokenizer | None) -> Store:
     """The run's token store, built by the first process if it is not there; a host that does not
     see it builds its own. Raises ValueError where processes read different documents.
     """
     if jax.process_count() > 1:
-        on_first(lambda: build_store(config) and None)
-    store = open_data(config)
-    made_from = store.description.made_from
-    if any_process(made_from != on_first(lambda: made_from)):
+        on_first(lambda: build_store(config, tokenizer) and None)
+    store = open_data(config, tokenizer)
+    said = store.description.made_from, store.description.tokenizer_digest
+    if any_process([*said] != on_first(lambda: [*said])):
         raise ValueError(f"data: {store.path} was made from other documents on another host")
     return store
 
@@ -245,7 +263,8 @@ def run_to_end(run: Run, state: State) -> State:
         try:
             while True:
                 # a checkpoint that was due came first: an evaluation may fail
-                if done not in losses and (done == train.steps or is_due(done, train.eval_every)):
+                due = done == train.steps or is_due(done, train.eval_every)
+                if due and done not in losses and run.store.heldout is not None:
                     eval_step = eval_step or compile_eval_step(run)
                     losses[done] = evaluate_heldout(run, eval_step, state, done)
                 if done == train.steps:
@@ -377,9 +396,11 @@ def save(run: Run, state: State, done: int) -> None:
 
 def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float:
     """Evaluate, record and show it; returns the loss. Raises Stopped as `read` does."""
+    heldout = run.store.heldout
+    assert heldout is not None
 
     def batches() -> Iterator[Batch]:
-        for batch in heldout_batches(run.store.heldout, run.config, run.layout):
+        for batch in heldout_batches(heldout, run.config, run.layout):
             run.phase(f"evaluating step {done}")
             yield batch
 

@@ -1,7 +1,7 @@
 """What stands in a checkpoint, without JAX: its manifest of leaves and config, sealed by a hash.
 
-A checkpoint is a folder STEP with Orbax's item `state`, the arrays by name, and its item
-`manifest`, this JSON. See docs/checkpoints.md.
+A checkpoint is a folder STEP with Orbax's items `state`, the arrays by name, `tokenizer`, the
+contents of its tokenizer.json, and `manifest`, this JSON. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from .config import Config
+from .data.tokenizer import tokenizer_digest
+from .load import from_yaml, load, override
 from .metrics import lines_until
 
-VERSION = 1
+VERSION = 2
 
 
 class DamagedError(RuntimeError):
@@ -35,10 +39,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: completed updates. config: the run's resolved config, as YAML."""
+    """step: completed updates. config: the run's resolved config, as YAML. tokenizer: digest of its
+    tokenizer.json.
+    """
 
     step: int
     config: str
+    tokenizer: str
     leaves: dict[str, Leaf]
 
 
@@ -47,7 +54,7 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
     Raises ValueError where there is none.
     """
     path = path.resolve()
-    if _is_checkpoint(path):
+    if is_checkpoint(path):
         return {int(path.name): path}
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     steps = [int(entry.name) for entry in folder.glob("*") if entry.name.isdecimal()]
@@ -59,10 +66,10 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
 def folder_of(path: Path, step: int) -> Path:
     """Folder of one of the checkpoints that `find_checkpoints` finds."""
     path = path.resolve()
-    return path if _is_checkpoint(path) else run_of(path) / "checkpoints" / str(step)
+    return path if is_checkpoint(path) else run_of(path) / "checkpoints" / str(step)
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Whether it is the folder of one; a copy of it may lie anywhere."""
     return path.name.isdecimal() and any((path / item).is_dir() for item in ("state", "manifest"))
 
@@ -82,6 +89,55 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return parse_manifest(checkpoint, read_manifest_text(checkpoint))
 
 
+def newest_checkpoint(path: Path) -> Path:
+    """Folder of the newest checkpoint that `path` holds, or is. Raises ValueError where there is
+    none.
+    """
+    return max(find_checkpoints(path).items())[1]
+
+
+def newest_tokenizer_text(path: Path, *, fallback: bool = False) -> str:
+    """`read_tokenizer_text` of the newest checkpoint that `path` holds, or is; with `fallback` of
+    the newest that has it undamaged.
+    """
+    *older, newest = find_checkpoints(path).values()
+    try:
+        return read_tokenizer_text(newest)
+    except DamagedError as error:
+        if older and not fallback:
+            raise DamagedError(f"{error}; checkpoint.fallback=true takes an older one's") from None
+        for checkpoint in reversed(older):
+            with suppress(DamagedError):
+                return read_tokenizer_text(checkpoint)
+        raise
+
+
+def read_tokenizer_text(checkpoint: Path) -> str:
+    """What the tokenizer.json of a checkpoint's parameters says. Raises DamagedError where it is
+    not what was written.
+    """
+    manifest, file = read_manifest(checkpoint), checkpoint / "tokenizer" / "metadata"
+    try:
+        text = file.read_text(encoding="utf-8")
+        if tokenizer_digest(text) == manifest.tokenizer:
+            return text
+    except (FileNotFoundError, ValueError, RecursionError):
+        pass
+    raise DamagedError(f"{file} is damaged or missing")
+
+
+def config_of(path: Path, *overrides: str) -> Config:
+    """The config of a run folder, or of a checkpoint that lies in none, with overrides. Raises
+    ValueError where `path` is neither.
+    """
+    written = run_of(path) / "config.yaml"
+    if written.is_file():
+        return load(written, *overrides)
+    if not is_checkpoint(path.resolve()):
+        raise ValueError(f"{written} does not exist; RUN is a folder that meshwright train wrote")
+    return override(from_yaml(read_manifest(path.resolve()).config, str(path)), *overrides)
+
+
 def read_manifest_text(checkpoint: Path) -> str:
     """What stands in the manifest's file; nothing where it is missing or no text."""
     try:
@@ -98,7 +154,7 @@ def parse_manifest(checkpoint: Path, text: str) -> Manifest:
         if content["seal"] != _seal(content["manifest"]):
             raise ValueError
         version = content["manifest"].pop("version")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{file} is damaged or missing") from None
     if version != VERSION:
         raise ValueError(f"{file} has version {version}, this Meshwright reads {VERSION}")

@@ -1,13 +1,13 @@
 """A finished run, opened to evaluate it or to generate from it: on the mesh of its config, or on
-another.
+another. A checkpoint holds all that this needs, its tokenizer too.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,54 +15,48 @@ from ..models.transformer import Transformer
 from ..sharding.layout import Layout
 from .checkpoint import restore
 from .config import Config
-from .data.store import Store, open_data
+from .data.tokenizer import Tokenizer, read_tokenizer
 from .device import prepare_devices
-from .load import load
-from .manifest import run_of
+from .manifest import config_of, newest_tokenizer_text
 from .placement import in_stage_order, model_order_shapes
+from .processes import check_same_config, on_first
 from .state import eval_part, lay_out, sharded_shapes
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """config: the run's with the overrides. store: of its documents, and of its tokenizer. params:
-    their average where the run keeps one (optimizer.ema). router_bias: State's.
+    """config: the run's with the overrides. tokenizer: the run's. params: their average where the
+    run keeps one (optimizer.ema). router_bias: State's.
     """
 
     config: Config
     layout: Layout
-    store: Store
+    tokenizer: Tokenizer
     params: Transformer
     router_bias: jax.Array | None
 
 
-def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
+def open_run(
+    run: str | Path, overrides: Sequence[str] = (), command: Mapping[str, Any] | None = None
+) -> OpenRun:
     """Open a run's newest checkpoint, or the one that `run` is, on the mesh of its config, or of
-    the overrides.
+    the overrides. command: what else several processes must have in common.
 
-    Raises ValueError for another model, and where the documents are not those of the run: another
-    held-out set, or another tokenizer. An override of `data` says that this is meant.
+    Raises ValueError for another model, and where `run` holds no checkpoint.
     """
     path = Path(run)
-    run = run_of(path)
-    stored = load(run / "config.yaml")
+    stored = config_of(path)
     # micro-batches are training's, or a pipeline's: what is evaluated without one is one piece
     one_piece = ["train.microbatches=1"] if stored.mesh.pipe == 1 else []
-    config = load(run / "config.yaml", *one_piece, *overrides)
+    config = config_of(path, *one_piece, *overrides)
     if config.model != stored.model:
-        raise ValueError(f"model: {run} holds the parameters of its own; leave model.… out")
+        raise ValueError(f"model: {path} holds the parameters of its own; leave model.… out")
     prepare_devices(config.device)
+    check_same_config(config, command)
     layout = lay_out(config)
-    store = open_data(config)
-    of_run = json.loads((run / "data.json").read_text(encoding="utf-8"))
-    meant = any(word.startswith("data.") for word in overrides)
-    if store.description.made_from != of_run and not meant:
-        raise ValueError(
-            f"{store.path} was made from other documents or settings than {run}, see its "
-            f"data.json; to read them all the same write data.source={config.data.source}"
-        )
+    tokenizer = read_tokenizer(on_first(lambda: newest_tokenizer_text(path)), str(path))
     _, restored = restore(path, eval_part(model_order_shapes(config, layout)))
     router_bias = restored.pop("router_bias", None)
     (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
     params = in_stage_order(params, sharded_shapes(config, layout).params, config)
-    return OpenRun(config, layout, store, params, router_bias)
+    return OpenRun(config, layout, tokenizer, params, router_bias)

@@ -9,14 +9,15 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .config import Config
+from .data.store import Store, documents_of
 from .differences import differences, within
 from .load import from_yaml, load, to_yaml
-from .manifest import find_checkpoints, read_manifest
+from .manifest import find_checkpoints, newest_checkpoint, read_manifest
 
 FIXED = ("model", "data", "run.seed", "train.seq_len")
 """What a checkpoint and its data position mean nothing without."""
@@ -91,24 +92,40 @@ def hold(folder: Path, config: Config) -> Iterator[None]:
                     folder.rmdir()
 
 
-def check_data(folder: Path, made_from: dict[str, Any]) -> None:
-    """Raises ValueError where a resumed run would read other documents than before."""
+@dataclass(frozen=True)
+class TrainedOn:
+    """data.json of a run folder. documents: what they were, see `documents_of`. store: the token
+    store that was read, where this machine had it.
+    """
+
+    documents: dict[str, Any]
+    store: str
+
+
+def read_trained_on(folder: Path) -> TrainedOn:
+    """What a run was trained on. Raises ValueError where its data.json does not say."""
     data = folder / "data.json"
     try:
-        before = json.loads(data.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return TrainedOn(**json.loads(data.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
         raise ValueError(f"{data} is missing or damaged; it says what was trained on") from None
-    if before != made_from:
+
+
+def check_data(folder: Path, documents: dict[str, Any]) -> None:
+    """Raises ValueError where a resumed run would read other documents than before."""
+    if read_trained_on(folder).documents != documents:
         raise ValueError(
             f"data: {folder} has been trained on other documents or settings, see its "
             f"data.json; write run.name=… for a new run"
         )
 
 
-def describe(folder: Path, config: Config, made_from: dict[str, Any]) -> None:
-    """Write config.yaml, and data.json: what the documents were. Raises OSError."""
+def write_run_files(folder: Path, config: Config, store: Store) -> None:
+    """Write config.yaml; data.json, what the documents were; and tokenizer.json. Raises OSError."""
+    trained_on = TrainedOn(documents_of(store.description.made_from), str(store.path.absolute()))
     _write(folder / "config.yaml", to_yaml(config))
-    _write(folder / "data.json", json.dumps(made_from, indent=1))
+    _write(folder / "data.json", json.dumps(asdict(trained_on), indent=1))
+    _write(folder / "tokenizer.json", store.tokenizer.text)
 
 
 def as_one_process(config: Config, processes: int) -> Config:
@@ -142,7 +159,7 @@ def compare_models(source: Path, config: Config) -> list[str]:
     """What differs between the model that a checkpoint (or a run's newest) was trained as and the
     config's, one line a key. Leaves that do not fit are refused when they are restored.
     """
-    newest = max(find_checkpoints(source).items())[1]
+    newest = newest_checkpoint(source)
     before = from_yaml(read_manifest(newest).config, str(newest))
     lines = differences({"model": asdict(before.model)}, {"model": asdict(config.model)})
     return list(lines.values())

@@ -16,6 +16,7 @@ from measure import parse_rounds, random_batch
 
 from meshwright import load
 from meshwright.trainer.checkpoint import open_checkpoints, restore
+from meshwright.trainer.data.tokenizer import ByteTokenizer
 from meshwright.trainer.device import prepare_devices
 from meshwright.trainer.state import init_state, lay_out, sharded_shapes
 from meshwright.trainer.step import make_train_step
@@ -50,7 +51,7 @@ def main() -> int:
     timed_step()
     alone, stall, commit, during = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        with open_checkpoints(Path(folder), config, {}, print) as checkpoints:
+        with open_checkpoints(Path(folder), config, ByteTokenizer.text, {}, print) as checkpoints:
             for number in range(rounds + 1):  # the first warms up
                 alone.append(timed_step())
                 started = time.perf_counter()

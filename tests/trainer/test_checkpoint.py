@@ -29,6 +29,7 @@ from meshwright.trainer.checkpoint import (
     verify_checkpoints,
 )
 from meshwright.trainer.cli import main
+from meshwright.trainer.data.tokenizer import ByteTokenizer
 from meshwright.trainer.load import from_yaml, override
 from meshwright.trainer.manifest import find_checkpoints, read_manifest
 from meshwright.trainer.state import abstract_state, lay_out, named_leaves, state_shardings
@@ -38,7 +39,8 @@ from meshwright.trainer.state import abstract_state, lay_out, named_leaves, stat
 def checkpoints_in(path, config, *overrides: str, losses=None, said=None):
     config = override(config, *overrides)
     say = (lambda line: None) if said is None else said.append
-    with open_checkpoints(path, config, {} if losses is None else losses, say) as checkpoints:
+    losses = {} if losses is None else losses
+    with open_checkpoints(path, config, ByteTokenizer.text, losses, say) as checkpoints:
         yield checkpoints
 
 
@@ -289,12 +291,12 @@ def test_fallback_takes_the_newest_that_is_whole_and_sets_the_damaged_aside(run,
 def test_another_version_is_no_damage(run, damaged):
     file = damaged / "checkpoints" / "6" / "manifest" / "metadata"
     content = json.loads(file.read_text())
-    content["manifest"]["version"] = 2
+    content["manifest"]["version"] = 1
     text = json.dumps(content["manifest"], sort_keys=True).encode()
     content["seal"] = hashlib.sha256(text).hexdigest()
     file.write_text(json.dumps(content))
     target, _ = target_on(run.config)
-    with pytest.raises(ValueError, match="metadata has version 2, this Meshwright reads 1"):
+    with pytest.raises(ValueError, match="metadata has version 1, this Meshwright reads 2"):
         restore(damaged, target, fallback=True)
 
 

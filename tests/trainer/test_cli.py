@@ -96,13 +96,13 @@ def test_schema_needs_no_config(capsys):
 
 def test_tokenize_describes_the_store(monkeypatch, capsys):
     store = SimpleNamespace(
-        build_store=lambda config: f"folder of {config.run.name}",
+        build_store=lambda config, tokenizer: f"folder of {config.run.name}, {tokenizer}",
         open_store=lambda folder: f"store in {folder}",
         describe_store=lambda store: f"{store}: 3 documents",
     )
     monkeypatch.setitem(sys.modules, "meshwright.trainer.data.store", store)
     assert main(["tokenize", "tiny"]) == 0
-    assert capsys.readouterr().out == "store in folder of tiny: 3 documents\n"
+    assert capsys.readouterr().out == "store in folder of tiny, None: 3 documents\n"
 
 
 def test_schedule_as_json(capsys):

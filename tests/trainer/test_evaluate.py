@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -25,7 +24,7 @@ from meshwright.trainer.evaluate import (
     evaluate_run,
     heldout_batches,
 )
-from meshwright.trainer.load import override, to_yaml
+from meshwright.trainer.load import override
 from meshwright.trainer.state import abstract_state, lay_out, state_shardings
 from meshwright.trainer.step import make_eval_step
 
@@ -137,23 +136,6 @@ def test_the_sentence():
         "held-out loss 1.0000 nats per token over 5 targets "
         "(a of the training split 2.0000; b of the training split 1.5000)"
     )
-
-
-def test_eval_notices_that_the_documents_are_not_those_of_the_run(run, corpus, tmp_path):
-    """With bpe it is worse: the tokenizer is trained anew and every id means something else."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "checkpoints").symlink_to(run.folder / "checkpoints")
-    shutil.copy(run.folder / "data.json", folder)
-    other = tmp_path / "other"
-    other.mkdir()
-    for path in corpus.iterdir():
-        (other / path.name).write_text(path.read_text()[::-1])
-    config = override(run.config, f"data.paths=[{other}/*.txt]", f"data.store={tmp_path}/store")
-    (folder / "config.yaml").write_text(to_yaml(config))
-    with pytest.raises(ValueError, match="was made from other documents or settings"):
-        evaluate_run(folder)
-    assert "held-out loss" in evaluate_run(folder, ["data.source=text"])
 
 
 def test_eval_of_another_model_is_one_line(run, capfd):

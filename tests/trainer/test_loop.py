@@ -121,8 +121,8 @@ def test_something_is_due_after_every_multiple_of_its_period(step, every):
 
 def test_the_run_folder_holds_what_was_promised(run):
     names = {path.name for path in run.folder.iterdir()}
-    promised = {"config.yaml", "data.json", "metrics.jsonl", "loss.png", "checkpoints"}
-    assert names == promised | {".lock"}
+    files = {"config.yaml", "data.json", "tokenizer.json", "metrics.jsonl", "loss.png"}
+    assert names == files | {"checkpoints", ".lock"}
     assert load(run.folder / "config.yaml") == run.config
     assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 

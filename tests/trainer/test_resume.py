@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from meshwright.trainer.config import Config, RunConfig
+from meshwright.trainer.data.tokenizer import ByteTokenizer
 from meshwright.trainer.load import load, override, to_yaml
 from meshwright.trainer.resume import (
     as_one_process,
     begin,
     check_data,
     compare,
-    describe,
     hold,
+    read_trained_on,
     run_folder,
+    write_run_files,
 )
 
-MADE_FROM = {"data.source": "stdlib", "fingerprint": "abc"}
+DOCUMENTS = {"data.source": "stdlib", "fingerprint": "abc"}
+STORE: Any = SimpleNamespace(
+    path=Path("/somewhere/store"),
+    tokenizer=ByteTokenizer(),
+    description=SimpleNamespace(made_from=DOCUMENTS | {"data.tokenizer": "byte"}),
+)
 
 
 def config_in(path, *overrides: str) -> Config:
@@ -134,38 +142,41 @@ def test_a_change_to_or_from_f16_is_refused(changed):
     ]
 
 
-def test_the_folder_is_made_with_its_config_and_what_its_documents_were(tmp_path):
+def test_the_folder_is_made_with_its_config_its_tokenizer_and_what_its_documents_were(tmp_path):
     config = config_in(tmp_path / "not" / "yet")
     folder = run_folder(config)
     assert folder == tmp_path / "not" / "yet" / "run"
     with hold(folder, config):
         assert begin(folder, config) == (False, [])
-        describe(folder, config, MADE_FROM)
+        write_run_files(folder, config, STORE)
     assert load(folder / "config.yaml") == config
-    assert json.loads((folder / "data.json").read_text()) == MADE_FROM
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.yaml", "data.json"]
+    trained_on = read_trained_on(folder)
+    assert (trained_on.documents, trained_on.store) == (DOCUMENTS, "/somewhere/store")
+    assert (folder / "tokenizer.json").read_text() == ByteTokenizer.text
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".lock", "config.yaml", "data.json", "tokenizer.json"]
 
 
-def test_killed_between_its_two_files_a_run_starts_again(tmp_path, monkeypatch):
+def test_killed_between_its_files_a_run_starts_again(tmp_path, monkeypatch):
     config = resuming(tmp_path, "auto")
     monkeypatch.setattr("meshwright.trainer.resume.json.dumps", lambda *a, **k: 1 / 0)
     with hold(tmp_path / "run", config), pytest.raises(ZeroDivisionError):
-        describe(tmp_path / "run", config, MADE_FROM)
+        write_run_files(tmp_path / "run", config, STORE)
     assert begin(tmp_path / "run", config) == (False, [])
 
 
 def test_other_documents_are_refused(tmp_path):
     with hold(tmp_path, config_in(tmp_path)):
-        describe(tmp_path, config_in(tmp_path), MADE_FROM)
-    check_data(tmp_path, MADE_FROM)
+        write_run_files(tmp_path, config_in(tmp_path), STORE)
+    check_data(tmp_path, DOCUMENTS)
     with pytest.raises(ValueError, match="trained on other documents or settings"):
-        check_data(tmp_path, MADE_FROM | {"fingerprint": "x"})
-    for damage in ("{", None):
-        (tmp_path / "data.json").unlink()
+        check_data(tmp_path, DOCUMENTS | {"fingerprint": "x"})
+    for damage in ("{", "[1]", '{"fingerprint": "x"}', "[" * 100_000, None):
+        (tmp_path / "data.json").unlink(missing_ok=True)
         if damage:
             (tmp_path / "data.json").write_text(damage)
         with pytest.raises(ValueError, match=r"data\.json is missing or damaged"):
-            check_data(tmp_path, MADE_FROM)
+            check_data(tmp_path, DOCUMENTS)
 
 
 def test_two_runs_never_share_a_folder(tmp_path):

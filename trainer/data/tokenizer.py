@@ -1,14 +1,18 @@
 """Text to token ids and back: bytes, or byte-level BPE trained on the corpus.
 
 A document ends with an id of its own, `end_of_text`, which `encode` never gives, whatever the text.
+A tokenizer is kept as a file `tokenizer.json` in token stores, run folders and checkpoints: a BPE
+in the format of the `tokenizers` library, bytes as `{"type": "bytes"}`. Two tokenizers are the same
+where the digests of those files' contents are.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -19,6 +23,14 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
+    """kind: as in data.tokenizer. text: of its tokenizer.json."""
+
+    @property
+    def kind(self) -> Literal["byte", "bpe"]: ...
+
+    @property
+    def text(self) -> str: ...
+
     @property
     def vocab_size(self) -> int: ...
 
@@ -41,6 +53,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Ids 0..255 are the bytes of UTF-8, 256 is end-of-text."""
 
+    kind: Literal["byte"] = "byte"
+    text: str = '{"type": "bytes"}'
     vocab_size: int = 257
     end_of_text: int = 256
 
@@ -58,6 +72,8 @@ class BpeTokenizer:
 
     model: HuggingFaceTokenizer
     end_of_text: int
+    text: str = field(repr=False)
+    kind: Literal["bpe"] = "bpe"
 
     @property
     def vocab_size(self) -> int:
@@ -85,26 +101,35 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    return _bpe(model)
+    return _bpe(model, model.to_str())
 
 
-def load_bpe(path: Path) -> BpeTokenizer:
-    """Reads a tokenizer.json. Raises ValueError naming a file that is missing or is none."""
+def read_tokenizer(text: str, origin: str) -> Tokenizer:
+    """The tokenizer whose tokenizer.json holds `text`. Raises ValueError naming `origin` where it
+    holds none.
+    """
     from tokenizers import Tokenizer
 
     try:
-        return _bpe(Tokenizer.from_file(str(path)))
+        if json.loads(text) == json.loads(ByteTokenizer.text):
+            return ByteTokenizer()
+        return _bpe(Tokenizer.from_str(text), text)
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a readable tokenizer ({error})") from error
+        raise ValueError(f"{origin} is not a readable tokenizer ({error})") from error
 
 
-def _bpe(model: HuggingFaceTokenizer) -> BpeTokenizer:
+def tokenizer_digest(text: str) -> str:
+    """SHA-256 of what a tokenizer.json says, however it is laid out."""
+    return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
+
+
+def _bpe(model: HuggingFaceTokenizer, text: str) -> BpeTokenizer:
     # A text that contains "<|endoftext|>" must not end its document. No file keeps this setting.
     model.encode_special_tokens = True
     end_of_text = model.token_to_id(END_OF_TEXT)
     if end_of_text is None:
         raise ValueError(f"no token {END_OF_TEXT}")
-    return BpeTokenizer(model, end_of_text)
+    return BpeTokenizer(model, end_of_text, text)
 
 
 def _known(ids: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -168,8 +168,8 @@ def shift_offsets(folder):
         (lambda f: truncate(f / "store.json"), r"store\.json does not describe a token store; "),
         (lambda f: (f / "store.json").write_text("[1]"), r"store\.json does not describe a token"),
         (
-            lambda f: edit(f, version=3),
-            r"store\.json has version 3, this Meshwright reads 2; delete",
+            lambda f: edit(f, version=2),
+            r"store\.json has version 2, this Meshwright reads 3; delete",
         ),
         (lambda f: edit(f, dtype="<i2"), r"store\.json: dtype: .*; delete"),
         (lambda f: edit(f, train={"documents": 1}), r"store\.json: train\.tokens: .*; delete"),
@@ -177,7 +177,15 @@ def shift_offsets(folder):
             lambda f: edit(f, end_of_text=0),
             r"end-of-text \(257, 256\), store\.json says \(257, 0\)",
         ),
-        (lambda f: edit(f, tokenizer="bpe"), r"tokenizer\.json is not a readable tokenizer"),
+        (
+            lambda f: edit(f, tokenizer_digest="12"),
+            r"tokenizer\.json has digest \w{12}, store\.json",
+        ),
+        (
+            lambda f: (f / "tokenizer.json").unlink(),
+            r"tokenizer\.json cannot be read \(.*No such file",
+        ),
+        (lambda f: truncate(f / "tokenizer.json"), r"tokenizer\.json is not a readable tokenizer"),
         (
             lambda f: truncate(f / "train.tokens"),
             r"train\.tokens has \d+ bytes where store\.json say",

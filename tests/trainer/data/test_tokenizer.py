@@ -1,9 +1,16 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.trainer.data.tokenizer import ByteTokenizer, load_bpe, train_bpe
+from meshwright.trainer.data.tokenizer import (
+    ByteTokenizer,
+    read_tokenizer,
+    tokenizer_digest,
+    train_bpe,
+)
 
 TEXTS = [
     "def f(x):\n    return x\n",
@@ -51,26 +58,35 @@ def test_bpe_training_is_deterministic_and_merges():
     assert len(BPE.encode("the cat")) < 7
 
 
-def test_bpe_file_gives_the_same_tokenizer(tmp_path):
-    BPE.model.save(str(tmp_path / "tokenizer.json"))
-    loaded = load_bpe(tmp_path / "tokenizer.json")
-    assert (loaded.vocab_size, loaded.end_of_text) == (BPE.vocab_size, BPE.end_of_text)
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["byte", "bpe"])
+def test_its_text_gives_the_same_tokenizer(tokenizer):
+    loaded = read_tokenizer(tokenizer.text, "a file")
+    assert (loaded.vocab_size, loaded.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
+    assert (loaded.kind, loaded.text) == (tokenizer.kind, tokenizer.text)
     for text in TEXTS:
-        np.testing.assert_array_equal(loaded.encode(text), BPE.encode(text))
+        np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
+
+
+def test_a_digest_tells_tokenizers_apart_and_not_how_a_file_is_laid_out():
+    other = train_bpe(TEXTS, 301)
+    digests = {tokenizer_digest(one.text) for one in (ByteTokenizer(), BPE, other)}
+    assert len(digests) == 3
+    again = json.dumps(json.loads(BPE.text), indent=4, ensure_ascii=True, sort_keys=True)
+    assert again != BPE.text
+    assert tokenizer_digest(again) == tokenizer_digest(BPE.text)
 
 
 def test_bpe_without_texts_is_bytes():
     assert train_bpe([], 257).vocab_size == 257
 
 
-def test_bad_tokenizer_file_is_named(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
-        load_bpe(path)
-    train_bpe(TEXTS, 300).model.save(str(path))
-    path.write_text(path.read_text().replace("endoftext", "end"))
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"type": "words"}', "[" * 100_000])
+def test_what_is_no_tokenizer_is_named(text):
+    with pytest.raises(ValueError, match="^x/tokenizer.json is not a readable tokenizer"):
+        read_tokenizer(text, "x/tokenizer.json")
+
+
+def test_a_tokenizer_without_end_of_text_is_refused():
+    text = BPE.text.replace("endoftext", "end")
     with pytest.raises(ValueError, match=r"not a readable tokenizer \(no token <\|endoftext\|>\)"):
-        load_bpe(path)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
-        load_bpe(path)
+        read_tokenizer(text, "x")

@@ -14,6 +14,9 @@ from ..sharding.config import STRICT, LayoutConfig, MeshConfig
 from ..sharding.pipeline.schedules import Schedule, stacked_layers
 from ..sharding.rules import Dim, mesh_sizes, resolve
 
+AUTO = "auto"
+"""As run.name: a new name each time, so that a notebook's cell may run again."""
+
 SMALLEST_VOCABULARY = 257
 """Every tokenizer knows the 256 bytes and end-of-text."""
 
@@ -21,7 +24,12 @@ SMALLEST_VOCABULARY = 257
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     name: Annotated[
-        str, Field(min_length=1, description="name of the run and of its folder in run.dir")
+        str,
+        Field(
+            min_length=1,
+            description="name of the run and of its folder in run.dir; auto: the first of run-1, "
+            "run-2, … that is free",
+        ),
     ] = "run"
     dir: Annotated[str, Field(min_length=1, description="folder that holds run folders")] = "runs"
     seed: Annotated[
@@ -334,7 +342,10 @@ class DataConfig:
     holdout: Annotated[
         float,
         Field(
-            gt=0, lt=1, description="share of documents held out, chosen by a hash of their name"
+            ge=0,
+            lt=1,
+            description="share of documents held out, chosen by a hash of their name; 0: none, and "
+            "nothing is evaluated",
         ),
     ] = 0.02
     store: Annotated[
@@ -514,6 +525,11 @@ class Config:
     def __post_init__(self) -> None:
         """What sections must agree on; what needs the real devices is checked when JAX is up."""
         train, optimizer, data = self.train, self.optimizer, self.data
+        if self.run.name == AUTO and self.checkpoint.resume != "never":
+            raise ValueError(
+                f"run.name={AUTO} begins a new run each time, which checkpoint.resume="
+                f"{self.checkpoint.resume} cannot go on with; write the name of the run"
+            )
         stated = self.device.stated_devices()
         devices = math.prod(stated.values()) if stated else None
         if devices is None and -1 not in self.mesh.sizes().values():
@@ -572,6 +588,11 @@ class Config:
             raise ValueError(
                 f"{written} and optimizer.cooldown={cooldown} "
                 f"are together longer than train.steps={train.steps}"
+            )
+        if data.source != "store" and data.holdout == 0 and train.eval_every:
+            raise ValueError(
+                f"data.holdout=0 leaves nothing that train.eval_every={train.eval_every} could "
+                f"evaluate; write train.eval_every=0"
             )
         if data.source != "store" and self.model.vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ from .resume import (
     check_data,
     compare_models,
     hold,
+    named,
     run_folder,
     write_run_files,
 )
@@ -115,7 +116,7 @@ def train(config: Config) -> Result:
     with prepare_run(config) as (run, state):
         state = run_to_end(run, state)
         history, levels = run.metrics.history, counting_levels(run.store)
-        result = Result(run.folder, config, history, levels, state)
+        result = Result(run.folder, run.config, history, levels, state)
         pictures: dict[str, Callable[[Path], Any]] = {"loss.png": result.plot}
         if config.model.experts is not None:
             pictures["experts.png"] = result.plot_experts
@@ -137,6 +138,8 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
             "checkpoint.required=false is for one process: several would not agree whether a "
             "save has failed"
         )
+    name = on_first(lambda: named(config).run.name)
+    config = replace(config, run=replace(config.run, name=name))
     layout, folder = lay_out(config), run_folder(config)
     kept = as_one_process(config, jax.process_count())
     expected, _ = on_first(lambda: begin(folder, kept))  # before the data, which may take long

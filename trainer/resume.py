@@ -5,6 +5,7 @@ changes of the config a resumed run may bring.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config import Config
+from .config import AUTO, Config
 from .data.store import Store, documents_of
 from .differences import differences, within
 from .load import from_yaml, load, to_yaml
@@ -26,6 +27,16 @@ FREE = ("data.paths", "data.store", "data.prefetch")
 """Keys of those sections that say where documents are, not what they are: see data.json."""
 
 UNLISTED = ("run.dir", "checkpoint")
+
+
+def named(config: Config) -> Config:
+    """`config` with a free name in place of run.name=auto."""
+    if config.run.name != AUTO:
+        return config
+    names = (f"run-{number}" for number in itertools.count(1))
+    folder = Path(os.path.expanduser(config.run.dir))
+    free = next(name for name in names if not (folder / name).exists())
+    return replace(config, run=replace(config.run, name=free))
 
 
 def run_folder(config: Config) -> Path:
@@ -51,8 +62,8 @@ def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
         return False, []
     if resume == "never":
         raise ValueError(
-            f"{folder} exists already; write run.name=… for a new run, "
-            f"or checkpoint.resume=auto to go on with this one"
+            f"{folder} exists already; write run.name=… for a new run (run.name={AUTO} takes the "
+            f"next free name), or checkpoint.resume=auto to go on with this one"
         )
     written = folder / "config.yaml"
     if not written.is_file():

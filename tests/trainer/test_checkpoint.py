@@ -7,8 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
+import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from meshwright.trainer.checkpoint import (
     CheckpointError,
     DamagedError,
     open_checkpoints,
+    plain_path,
     restore,
     set_aside,
     verify_checkpoints,
@@ -286,6 +289,39 @@ def test_fallback_takes_the_newest_that_is_whole_and_sets_the_damaged_aside(run,
     (damaged / "checkpoints" / "3" / "manifest" / "metadata").unlink()
     with pytest.raises(DamagedError, match=r"3/manifest/metadata is damaged or missing$"):
         restore(damaged, target, fallback=True)
+
+
+ODD_NAMES = ["a[b]", "[", "a*b", "a?b", "a\\b", "gs:", "a b #2", "ä\n", os.fsdecode(b"\xff")]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_every_path_that_a_file_system_allows_works(run, tmp_path, name, monkeypatch):
+    """Orbax reads patterns and URLs in some, and said nothing when its own files were not found."""
+    folder = tmp_path / name / "run"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)  # where no config names it
+    links = set(Path(tempfile.gettempdir()).glob("meshwright-*"))
+    with checkpoints_in(Path("."), run.config, "checkpoint.keep=1") as checkpoints:
+        for step in (3, 6):
+            checkpoints.save(step, run.result.state)
+            checkpoints.wait()
+    assert list(find_checkpoints(folder)) == [6]
+    target, _ = target_on(run.config)
+    step, restored = restore(folder, target)
+    assert step == 6
+    assert_bitwise(restored, run.result.state)
+    assert all(good for _, good in verify_checkpoints(folder))
+    assert set(Path(tempfile.gettempdir()).glob("meshwright-*")) == links
+
+
+def test_where_no_plain_name_can_be_had_it_is_said_before_training(tmp_path, monkeypatch):
+    odd = tmp_path / "t[m]p"
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    with pytest.raises(ValueError, match=r"TMPDIR=.*t\[m\]p"), plain_path(tmp_path / "a[b]"):
+        pass
+    with plain_path(tmp_path / "ab") as path:
+        assert path == tmp_path / "ab"
 
 
 def test_another_version_is_no_damage(run, damaged):

@@ -229,6 +229,28 @@ def test_a_mesh_writes_the_lines_of_one_device(run, tmp_path, monkeypatch, capsy
     assert list(find_checkpoints(tmp_path / "one")) == [6]
 
 
+def test_without_documents_held_out_nothing_is_evaluated(run, tmp_path, capsys):
+    """And the cell of a notebook may run again."""
+    config = override(
+        run.config,
+        *("data.holdout=0", "train.eval_every=0", f"data.store={tmp_path}/store"),
+        *(f"run.dir={tmp_path}", "run.name=auto", "train.steps=2"),
+    )
+    for name in ("run-1", "run-2"):
+        result = train(config)
+        assert result.folder == tmp_path / name
+        assert result.config.run.name == name
+        assert load(result.folder / "config.yaml").run.name == name
+    assert [line["step"] for line in result.history] == [1, 2]
+    assert "held-out" not in capsys.readouterr().out
+    assert main(["eval", str(result.folder)]) == 2
+    assert "holds no documents out (data.holdout=0); write" in capsys.readouterr().err
+    with pytest.raises(
+        ValueError, match=r"data\.holdout=0 leaves nothing that train\.eval_every=2"
+    ):
+        override(config, "train.eval_every=2")
+
+
 def attempts(folder) -> list[dict]:
     return [line for line in read_lines(folder / "metrics.jsonl") if "position" in line]
 

@@ -17,6 +17,7 @@ from meshwright.trainer.resume import (
     check_data,
     compare,
     hold,
+    named,
     read_trained_on,
     run_folder,
     write_run_files,
@@ -48,6 +49,19 @@ def folder_with(path, *, config: Config | None, steps: tuple[int, ...] = ()) -> 
     return folder
 
 
+def test_an_automatic_name_is_the_first_that_is_free(tmp_path):
+    config = config_in(tmp_path, "run.name=auto")
+    assert named(config).run.name == "run-1"
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-2").write_text("")
+    assert named(config) == config_in(tmp_path, "run.name=run-3")
+    assert named(config_in(tmp_path)) == config_in(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"run\.name=auto begins a new run each time, which .*=must"
+    ):
+        config_in(tmp_path, "run.name=auto", "checkpoint.resume=must")
+
+
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_where_there_is_no_folder_a_run_is_new(tmp_path, resume):
     assert begin(tmp_path / "run", resuming(tmp_path, resume)) == (False, [])
@@ -67,8 +81,8 @@ def test_a_run_folder_is_not_used_twice_unasked(tmp_path):
     with pytest.raises(ValueError) as caught:
         begin(folder, config_in(tmp_path))
     assert str(caught.value) == (
-        f"{folder} exists already; write run.name=… for a new run, "
-        "or checkpoint.resume=auto to go on with this one"
+        f"{folder} exists already; write run.name=… for a new run (run.name=auto takes the next "
+        "free name), or checkpoint.resume=auto to go on with this one"
     )
 
 

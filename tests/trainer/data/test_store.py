@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -298,3 +299,24 @@ def test_description_for_people(make_config):
     documents = store.description.train.documents
     assert lines[2] == f"train      {documents} documents, {tokens:,} tokens, {2 * tokens:,} bytes"
     assert lines[3].startswith(f"heldout    {30 - documents} documents, ")
+
+
+def test_nothing_may_be_held_out(make_config):
+    """With data.holdout=0; then there is nothing to evaluate on."""
+    config = make_config(holdout=0.0)
+    store = open_data(config)
+    assert store.heldout is None
+    assert (
+        store.description.train.documents == len(list(documents(config.data))) - 1
+    )  # one is empty
+    assert describe_store(store).splitlines()[-1] == "heldout    nothing"
+    assert sorted(path.name for path in store.path.iterdir()) == [
+        *("store.json", "tokenizer.json", "train.offsets.npy", "train.tokens")
+    ]
+    as_it_is = replace(
+        config,
+        data=replace(config.data, source="store", paths=[], store=str(store.path)),
+        train=replace(config.train, eval_every=5),
+    )
+    with refused(r"^train\.eval_every=5: .* holds no documents out; write train\.eval_every=0$"):
+        open_data(as_it_is)

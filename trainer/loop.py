@@ -28,6 +28,7 @@ from .device import prepare_devices
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
+from .load import load
 from .metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
 from .placement import in_model_order, in_stage_order, model_order_shapes
 from .processes import any_process, is_first, make_agree, on_first, watch
@@ -41,6 +42,7 @@ from .resume import (
     run_folder,
 )
 from .sampling import Sampling
+from .schedule import rate_change
 from .skipping import describe_attempt, how_to_calm, why_it_ends
 from .state import (
     State,
@@ -154,6 +156,10 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
         if resumes:
             on_first(lambda: check_data(folder, made_from))
         state = begin_state(config, layout, folder, resumes, reporter)
+        if resumes:  # while config.yaml is that of the last start
+            before, done = folder / "config.yaml", int(state.step)
+            if line := on_first(lambda: rate_change(load(before), kept, done)):
+                reporter.say(f"{'rate':<12}{line}")
         on_first(lambda: describe(folder, kept, made_from))
         if any_process(not (folder / "config.yaml").is_file()):
             raise ValueError(

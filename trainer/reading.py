@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from ..models.transformer import Transformer
+from ..sharding.keys import check_local
 from ..sharding.layout import Layout
 from .checkpoint import restore
 from .config import Config
@@ -43,6 +44,7 @@ def open_run(run: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     Raises ValueError for another model, and where the documents are not those of the run: another
     held-out set, or another tokenizer. An override of `data` says that this is meant.
     """
+    check_local(run)
     path = Path(run)
     run = run_of(path)
     stored = load(run / "config.yaml")

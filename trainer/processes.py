@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..sharding.rules import without_devices
 from .config import DeviceConfig
 from .launch import EXPLICIT, complete_launch
 from .stop import leave
@@ -131,9 +132,11 @@ def check_counts(config: DeviceConfig) -> None:
             f"device.process_count={config.process_count}, but JAX runs in {processes} process(es)"
         )
     if config.count not in (None, devices):
+        few = processes == 1 and config.count > devices
+        more = f"; {without_devices(config.count)}" if few else ""
         raise ValueError(
             f"device.count={config.count}, but JAX finds {devices} device(s) in {processes} "
-            f"process(es)"
+            f"process(es){more}"
         )
 
 

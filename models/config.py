@@ -11,9 +11,11 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..sharding.config import STRICT
+from ..sharding.keys import INT32, STRICT, ReadWhen, check_read
 from ..sharding.rules import Dim
 from .expert_config import ExpertConfig
+
+BY_TURNS = ReadWhen("kind", ("yarn", "llama3"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -22,10 +24,15 @@ class RopeScalingConfig:
         Literal["none", "linear", "ntk", "yarn", "llama3"],
         Field(description="how RoPE's frequencies are changed for longer sequences than trained"),
     ] = "none"
-    factor: Annotated[float, Field(ge=1, description="how many times longer")] = 1.0
+    factor: Annotated[
+        float,
+        Field(ge=1, description="how many times longer"),
+        ReadWhen("kind", ("linear", "ntk", "yarn", "llama3")),
+    ] = 1.0
     original: Annotated[
         int | None,
         Field(gt=0, description="yarn, llama3: tokens of the sequences trained on before"),
+        BY_TURNS,
     ] = None
     low: Annotated[
         float | None,
@@ -34,24 +41,19 @@ class RopeScalingConfig:
             description="yarn, llama3: a pair of channels that turns fewer times than this within "
             "the original length is slowed down by the whole factor; null: 1",
         ),
+        BY_TURNS,
     ] = None
     high: Annotated[
         float | None,
         Field(
             gt=0, description="and one that turns more often, not at all; null: yarn 32, llama3 4"
         ),
+        BY_TURNS,
     ] = None
 
     def __post_init__(self) -> None:
-        by_turns = self.kind in ("yarn", "llama3")
-        for key, value in vars(self).items():
-            is_read = by_turns or key == "kind" or (key == "factor" and self.kind != "none")
-            if not is_read and value not in (None, 1.0):
-                raise ValueError(
-                    f"model.rope_scaling.{key}={value} is not read by "
-                    f"model.rope_scaling.kind={self.kind}; leave it out"
-                )
-        if by_turns and self.original is None:
+        check_read(self, "model.rope_scaling")
+        if BY_TURNS.holds(self) and self.original is None:
             raise ValueError(
                 f"model.rope_scaling.original=null: model.rope_scaling.kind={self.kind} needs the "
                 f"tokens of the sequences trained on before"
@@ -111,6 +113,7 @@ class TransformerConfig:
     window: Annotated[
         int | None,
         Field(gt=0, description="tokens a query sees, itself included; null: all before it"),
+        INT32,
     ] = None
     attention_softcap: Annotated[
         float | None, Field(gt=0, description="scores become c·tanh(score/c); null: off")
@@ -150,6 +153,7 @@ class ModelConfig(ExpertConfig, TransformerConfig):
         if self.size_per_head % 2:
             raise ValueError(f"model.head_dim={self.size_per_head} is odd; RoPE turns pairs")
         self.check_experts()
+        check_read(self, "model")
         if self.experts is not None and self.dense_layers >= self.layers:
             raise ValueError(
                 f"model.dense_layers={self.dense_layers} leaves none of model.layers={self.layers} "
@@ -243,20 +247,16 @@ class RematConfig:
             description="tensors of a block that selective and offload save; null: selective all "
             "but attention.context and attention.logsumexp, offload all"
         ),
+        ReadWhen("policy", ("selective", "offload")),
     ] = None
-    every: Annotated[int, Field(gt=0, description="only each n-th block is recomputed")] = 1
+    every: Annotated[
+        int,
+        Field(gt=0, description="only each n-th block is recomputed"),
+        ReadWhen("policy", ("full", "selective", "offload")),
+    ] = 1
 
     def __post_init__(self) -> None:
-        if self.names is not None and self.policy in ("none", "full"):
-            raise ValueError(
-                f"remat.names=[{', '.join(self.names)}] is not read by remat.policy={self.policy}; "
-                f"write remat.policy=selective or remat.policy=offload, or remat.names=null"
-            )
-        if self.every > 1 and self.policy == "none":
-            raise ValueError(
-                f"remat.every={self.every}: remat.policy=none recomputes no block; "
-                f"write remat.policy=full or remat.every=1"
-            )
+        check_read(self, "remat")
 
     @property
     def saved(self) -> tuple[str, ...] | None:

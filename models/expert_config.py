@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..sharding.config import STRICT
+from ..sharding.keys import STRICT, ReadWhen
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -63,6 +63,7 @@ class ExpertConfig:
     routing_group: Annotated[
         int | None,
         Field(gt=0, description="of model.capacity: consecutive tokens of a row that compete"),
+        ReadWhen("capacity"),
     ] = None
     overflow: Annotated[
         Literal["position", "probability"],
@@ -70,6 +71,7 @@ class ExpertConfig:
             description="of model.capacity, who comes first: position, all first choices and then "
             "earlier tokens; probability, higher scores"
         ),
+        ReadWhen("capacity"),
     ] = "position"
     balance_loss: Annotated[
         float,
@@ -81,6 +83,7 @@ class ExpertConfig:
             description="tokens over which model.balance_loss looks at shares: those of each "
             "document in a row, or of a micro-batch"
         ),
+        ReadWhen("balance_loss"),
     ] = "sequence"
     router_z_loss: Annotated[
         float, Field(ge=0, description="weight of the router's mean squared log-partition")
@@ -130,19 +133,6 @@ class ExpertConfig:
             raise ValueError(
                 f"model.routing_group=null: model.capacity={self.capacity} needs the number of "
                 f"tokens that compete; write model.routing_group=64"
-            )
-        for key, value, unread in (
-            ("routing_group", self.routing_group, None),
-            ("overflow", self.overflow, "position"),
-        ):
-            if self.capacity is None and value != unread:
-                raise ValueError(
-                    f"model.{key}={value} is not read by model.capacity=null, where nothing is "
-                    f"dropped; leave it out"
-                )
-        if self.balance != "sequence" and not self.balance_loss:
-            raise ValueError(
-                f"model.balance={self.balance} is not read by model.balance_loss=0; leave it out"
             )
 
     @property

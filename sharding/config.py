@@ -8,9 +8,10 @@ from dataclasses import field
 from functools import cache
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from .keys import STRICT, LocalPath, ReadWhen, check_read
 from .pipeline.load import load_schedule, read_schedule, read_table
 from .pipeline.schedules import UNIFORM, Name, Schedule
 
@@ -25,9 +26,6 @@ EXPERT_AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Mesh axes over which experts may be shared out: those whose devices run the same layers of one
 model.
 """
-
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""What every section is: no unknown key, no value of another type, no number that is none."""
 
 NOT_YET = Field(description="not built yet: 1")
 
@@ -130,6 +128,7 @@ class LayoutConfig:
             le=2,
             description="of layout.overlap: chunks go round 1 way, or 2 at once in half the hops",
         ),
+        ReadWhen("overlap"),
     ] = 1
     context: Annotated[
         Literal["ring", "zigzag", "ulysses", "all_gather", "usp"],
@@ -147,6 +146,7 @@ class LayoutConfig:
             description="of layout.context=usp: neighbours along context that exchange tokens for "
             "heads; null: 2",
         ),
+        ReadWhen("context", ("usp",)),
     ] = None
     schedule: Annotated[
         Name,
@@ -156,9 +156,8 @@ class LayoutConfig:
         ),
     ] = "1f1b"
     schedule_file: Annotated[
-        str | None,
+        LocalPath | None,
         Field(
-            min_length=1,
             description="a table in place of layout.schedule: a CSV file, see docs/pipeline.md, or "
             "its text, which is what a run keeps",
         ),
@@ -169,6 +168,7 @@ class LayoutConfig:
             gt=0,
             description="of layout.schedule=interleaved: pieces of the layers on a stage; null: 2",
         ),
+        ReadWhen("schedule", ("interleaved",)),
     ] = None
     experts: Annotated[
         list[str],
@@ -193,11 +193,6 @@ class LayoutConfig:
                 "layout.overlap=true needs layout.sequence_parallel=true, without which nothing is "
                 "gathered: write layout.overlap=false or layout.sequence_parallel=true"
             )
-        if self.overlap_directions != 1 and not self.overlap:
-            raise ValueError(
-                f"layout.overlap_directions={self.overlap_directions} is not read by "
-                f"layout.overlap=false; write layout.overlap=true or layout.overlap_directions=1"
-            )
         if self.schedule_file is not None:
             for key, written, default in (
                 ("schedule", self.schedule, "1f1b"),
@@ -214,16 +209,7 @@ class LayoutConfig:
                 except ValueError as error:
                     raise ValueError(f"layout.schedule_file={error}") from None
                 object.__setattr__(self, "schedule_file", table)
-        if self.chunks is not None and self.schedule != "interleaved":
-            raise ValueError(
-                f"layout.chunks={self.chunks} is not read by layout.schedule={self.schedule}, only "
-                f"by interleaved; leave it out"
-            )
-        if self.ulysses is not None and self.context != "usp":
-            raise ValueError(
-                f"layout.ulysses={self.ulysses} is not read by layout.context={self.context}, only "
-                f"by usp; leave it out"
-            )
+        check_read(self, "layout")
 
     @property
     def lockstep(self) -> bool:

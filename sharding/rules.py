@@ -79,16 +79,27 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     free = [axis for axis, size in sizes.items() if size == -1]
     if free:
         if devices % known:
+            enough = -(-devices // known) * known
             raise ValueError(
-                f"mesh: {written} needs a multiple of {known} devices, but there are {devices}"
+                f"mesh: {written} needs a multiple of {known} devices, but there are {devices}; "
+                f"{without_devices(enough)}"
             )
         sizes[free[0]] = devices // known
     elif known != devices:
+        more = f"; {without_devices(known)}" if known > devices else ""
         raise ValueError(
             f"mesh: {written} needs {known} devices, but there are {devices}; "
-            f"one axis may be -1 and takes what is left"
+            f"one axis may be -1 and takes what is left{more}"
         )
     return sizes
+
+
+def without_devices(count: int) -> str:
+    """What to do where there are fewer, for a message."""
+    return (
+        f"device.cpu_devices={count} simulates {count} in one process, and meshwright plan with "
+        f"--target needs none"
+    )
 
 
 def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim]) -> Resolved:

@@ -18,9 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from ..sharding.keys import check_local
 from ..sharding.pipeline.schedules import NAMES, UNIFORM
 from .config import Config, DeviceConfig
-from .load import ConfigError, describe, load, presets, schema
+from .load import ConfigError, check_text, describe, load, presets, schema
 from .sampling import Sampling
 
 STOPPED = 75
@@ -44,11 +45,13 @@ def run() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = _parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without × prints ?, and goes on
             stream.reconfigure(errors="replace")
     try:
+        for word in sys.argv[1:] if arguments is None else arguments:
+            check_text(word)
+        options = _parse(arguments)
         return options.command(options)
     except ValueError as error:
         if not _is_ours(error):
@@ -142,6 +145,8 @@ def _schedule(options: argparse.Namespace) -> int:
     from ..sharding.pipeline.report import describe_schedule, draw_schedule, schedule_json
     from ..sharding.pipeline.simulate import read_costs, simulate
 
+    if options.png:
+        check_local(options.png, "--png ")
     costs = read_costs(options.costs)
     sizes = options.stages, options.microbatches, options.chunks
     schedule = load_schedule(options.name, *sizes, uniform=options.uniform)
@@ -156,6 +161,8 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
+    if options.schema and (options.config or options.overrides):
+        raise ConfigError("--schema reads no CONFIG: it is the same of all; leave one of them out")
     if options.schema:
         print(json.dumps(schema(), indent=2))
     elif options.config:
@@ -179,6 +186,7 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 
 def _checkpoint(options: argparse.Namespace) -> int:
+    check_local(options.path)
     path = Path(options.path)
     if options.action == "verify":
         _start(Config(device=DeviceConfig(platform="cpu", process_count=1)))
@@ -199,6 +207,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
 def _config_of_run(options: argparse.Namespace) -> Config:
     from .manifest import config_of
 
+    check_local(options.run)
     return config_of(Path(options.run), *options.overrides)
 
 

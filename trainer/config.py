@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ..models.config import ModelConfig, RematConfig
-from ..sharding.config import STRICT, LayoutConfig, MeshConfig
+from ..sharding.config import LayoutConfig, MeshConfig
+from ..sharding.keys import INT32, STRICT, LocalPath, ReadWhen, check_read
 from ..sharding.pipeline.schedules import Schedule, stacked_layers
 from ..sharding.rules import Dim, mesh_sizes, resolve
 
@@ -31,7 +32,7 @@ class RunConfig:
             "run-2, … that is free",
         ),
     ] = "run"
-    dir: Annotated[str, Field(min_length=1, description="folder that holds run folders")] = "runs"
+    dir: Annotated[LocalPath, Field(description="folder that holds run folders")] = "runs"
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="seed of initialisation and of the data order")
     ] = 0
@@ -45,18 +46,23 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
-    steps: Annotated[int, Field(gt=0, description="optimizer updates")] = 400
+    steps: Annotated[int, Field(gt=0, description="optimizer updates"), INT32] = 400
     batch_size: Annotated[
-        int, Field(gt=0, description="sequences per update, over the whole mesh")
+        int,
+        Field(gt=0, description="sequences per update, over the whole mesh"),
+        INT32,
     ] = 32
-    seq_len: Annotated[int, Field(gt=0, description="tokens per row")] = 128
-    microbatches: Annotated[int, Field(gt=0, description="pieces a batch is accumulated over")] = 1
+    seq_len: Annotated[int, Field(gt=0, description="tokens per row"), INT32] = 128
+    microbatches: Annotated[
+        int, Field(gt=0, description="pieces a batch is accumulated over"), INT32
+    ] = 1
     eval_every: Annotated[
         int, Field(ge=0, description="updates between evaluations; 0: only at the end")
     ] = 0
     eval_batch_size: Annotated[
         int | None,
         Field(gt=0, description="sequences per evaluation batch; null: train.batch_size"),
+        INT32,
     ] = None
     z_loss: Annotated[
         float, Field(ge=0, description="weight of the mean squared log-partition")
@@ -80,6 +86,7 @@ class TrainConfig:
             description="attempts in a row that may be skipped because loss or gradient norm was "
             "not finite",
         ),
+        ReadWhen("halt_on_nan", (False,)),
     ] = 40
     halt_on_nan: Annotated[
         bool,
@@ -90,6 +97,7 @@ class TrainConfig:
     ] = False
 
     def __post_init__(self) -> None:
+        check_read(self, "train")
         if self.batch_size % self.microbatches:
             raise ValueError(
                 f"train.batch_size={self.batch_size} is not a multiple of "
@@ -124,6 +132,7 @@ class PrecisionConfig:
             "double after 2000 attempts without; megatron: from 2^32, half from the second "
             "overflow on, double after 1000. null: torch"
         ),
+        ReadWhen("compute", ("f16",)),
     ] = None
     first_scale: Annotated[
         float | None,
@@ -132,15 +141,11 @@ class PrecisionConfig:
             le=2.0**127,
             description="f16: first loss scale; null: that of precision.loss_scale",
         ),
+        ReadWhen("compute", ("f16",)),
     ] = None
 
     def __post_init__(self) -> None:
-        for key, value in (("loss_scale", self.loss_scale), ("first_scale", self.first_scale)):
-            if value is not None and self.compute != "f16":
-                raise ValueError(
-                    f"precision.{key}={value} is not read by precision.compute={self.compute}, "
-                    f"only by f16; leave it out"
-                )
+        check_read(self, "precision")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -172,6 +177,20 @@ class GroupsConfig:
     bias: Annotated[GroupConfig, Field(description="biases")] = field(default_factory=GroupConfig)
 
 
+class RuleSettings(NamedTuple):
+    """What `null` stands for in the keys of section `optimizer` that belong to some of its rules
+    and schedules. They are null until they are written, so that one that nothing reads is noticed.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.0
+    nesterov: bool = False
+    factor_from: int = 128
+    final_ratio: float = 0.1
+
+
 BF16_STEP = 2**-8
 """Relative change that bf16 may round away: it has 8 significant bits."""
 
@@ -187,7 +206,7 @@ class OptimizerConfig:
         Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"],
         Field(description="shape of the rate after warm-up"),
     ] = "cosine"
-    warmup: Annotated[int, Field(ge=0, description="updates of linear warm-up")] = 0
+    warmup: Annotated[int, Field(ge=0, description="updates of linear warm-up"), INT32] = 0
     warmup_tokens: Annotated[
         int | None,
         Field(
@@ -197,15 +216,18 @@ class OptimizerConfig:
     cooldown: Annotated[
         int | None,
         Field(gt=0, description="updates of the final decay of wsd; null: a fifth of train.steps"),
+        INT32,
+        ReadWhen("schedule", ("wsd",)),
     ] = None
     final_ratio: Annotated[
-        float,
+        float | None,
         Field(
             ge=0,
             le=1,
-            description="cosine, linear, wsd: last learning rate as a share of the peak",
+            description="cosine, linear, wsd: last learning rate as a share of the peak; null: 0.1",
         ),
-    ] = 0.1
+        ReadWhen("schedule", ("cosine", "linear", "wsd")),
+    ] = None
     weight_decay: Annotated[
         float, Field(ge=0, description="decoupled decay per unit of learning rate")
     ] = 0.1
@@ -213,32 +235,51 @@ class OptimizerConfig:
         GroupsConfig, Field(description="what differs by the role of a parameter")
     ] = field(default_factory=GroupsConfig)
     b1: Annotated[
-        float, Field(ge=0, lt=1, description="adamw, lamb, lion: decay of the first moment")
-    ] = 0.9
-    b2: Annotated[
-        float,
+        float | None,
         Field(
-            ge=0, lt=1, description="adamw, lamb: decay of the second moment; lion: see its paper"
+            ge=0,
+            lt=1,
+            description="adamw, lamb, lion, muon: decay of the first moment; null: 0.9",
         ),
-    ] = 0.95
+        ReadWhen("name", ("adamw", "lamb", "lion", "muon")),
+    ] = None
+    b2: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="adamw, lamb, muon: decay of the second moment; lion: see its paper; "
+            "null: 0.95",
+        ),
+        ReadWhen("name", ("adamw", "lamb", "lion", "muon")),
+    ] = None
     eps: Annotated[
-        float, Field(gt=0, description="adamw, lamb: added to the root of the second moment")
-    ] = 1e-8
+        float | None,
+        Field(
+            gt=0,
+            description="adamw, lamb, muon: added to the root of the second moment; null: 1e-8",
+        ),
+        ReadWhen("name", ("adamw", "lamb", "muon")),
+    ] = None
     momentum: Annotated[
         float | None,
         Field(ge=0, lt=1, description="of sgd, heavy ball; null: 0, none. Of muon; null: 0.95"),
+        ReadWhen("name", ("sgd", "muon")),
     ] = None
     nesterov: Annotated[
-        bool, Field(description="sgd, adamw, lamb: Nesterov's momentum; muon always has it")
-    ] = False
+        bool | None,
+        Field(description="sgd, adamw, lamb: Nesterov's momentum; null: false. muon always has it"),
+        ReadWhen("name", ("sgd", "adamw", "lamb")),
+    ] = None
     factor_from: Annotated[
-        int,
+        int | None,
         Field(
             gt=0,
             description="adafactor: shorter side from which on a matrix's second moment is kept "
-            "as row and column means",
+            "as row and column means; null: 128",
         ),
-    ] = 128
+        ReadWhen("name", ("adafactor",)),
+    ] = None
     moments: Annotated[
         Literal["f32", "bf16"], Field(description="dtype that moments are kept in between updates")
     ] = "f32"
@@ -261,25 +302,17 @@ class OptimizerConfig:
                 f"optimizer.warmup={self.warmup} and optimizer.warmup_tokens={self.warmup_tokens} "
                 f"say the same thing; write one of them"
             )
-        for key, value, readers in (
-            ("momentum", self.momentum, ("sgd", "muon")),
-            ("nesterov", self.nesterov or None, ("sgd", "adamw", "lamb")),
-        ):
-            if value is not None and self.name not in readers:
-                raise ValueError(
-                    f"optimizer.{key}={str(value).lower()} is not read by optimizer.name="
-                    f"{self.name}, only by {', '.join(readers)}; leave it out"
-                )
-        if self.cooldown is not None and self.schedule != "wsd":
-            raise ValueError(
-                f"optimizer.cooldown={self.cooldown} is not read by optimizer.schedule="
-                f"{self.schedule}, only by wsd; write optimizer.cooldown=null"
-            )
+        check_read(self, "optimizer")
+        momentum = "null" if self.momentum is None else self.momentum
         if self.name == "sgd" and self.nesterov and not self.momentum:
             raise ValueError(
-                f"optimizer.nesterov=true needs momentum, but optimizer.momentum="
-                f"{'null' if self.momentum is None else self.momentum}; "
+                f"optimizer.nesterov=true needs momentum, but optimizer.momentum={momentum}; "
                 f"write optimizer.momentum=0.9"
+            )
+        if self.name == "sgd" and self.moments != "f32" and not self.momentum:
+            raise ValueError(
+                f"optimizer.moments={self.moments} is not read by optimizer.name=sgd with "
+                f"optimizer.momentum={momentum}, which keeps no moment; leave it out"
             )
         if self.moments == "bf16":
             self._check_bf16()
@@ -293,19 +326,26 @@ class OptimizerConfig:
             )
         read = {"sgd": ["momentum"], "muon": ["momentum", "b1", "b2"]}.get(self.name, ["b1", "b2"])
         for key in read:
-            decay = getattr(self, key)
-            if decay is not None and 1 - decay < BF16_STEP:
+            decay = getattr(self.settings, key)
+            if 1 - decay < BF16_STEP:
                 raise ValueError(
                     f"optimizer.moments=bf16 cannot hold a mean with optimizer.{key}={decay}: bf16 "
                     f"rounds changes below {BF16_STEP} away; write optimizer.{key}=0.99 or "
                     f"optimizer.moments=f32"
                 )
 
+    @property
+    def settings(self) -> RuleSettings:
+        """The keys that are null until they are written, with what null stands for."""
+        usual = RuleSettings(momentum=0.95 if self.name == "muon" else 0.0)
+        values = {key: getattr(self, key) for key in usual._fields}
+        return usual._replace(**{key: v for key, v in values.items() if v is not None})
+
     def warmup_updates(self, tokens_per_update: int) -> int:
         """Updates of warm-up, the last one begun by optimizer.warmup_tokens counted whole."""
         if self.warmup_tokens is None:
             return self.warmup
-        return math.ceil(self.warmup_tokens / tokens_per_update)
+        return -(-self.warmup_tokens // tokens_per_update)
 
     def cooldown_updates(self, steps: int) -> int:
         """Updates of wsd's final decay in a run of `steps`."""
@@ -329,9 +369,13 @@ class DataConfig:
         ),
     ] = "stdlib"
     paths: Annotated[
-        list[str], Field(description="files or globs, ** allowed, for text and jsonl")
+        list[LocalPath], Field(description="files or globs, ** allowed, for text and jsonl")
     ] = field(default_factory=list)
-    field: Annotated[str, Field(description="jsonl: the key that holds a document's text")] = "text"
+    field: Annotated[
+        str,
+        Field(description="jsonl: the key that holds a document's text"),
+        ReadWhen("source", ("jsonl",)),
+    ] = "text"
     tokenizer: Annotated[
         Literal["byte", "bpe"],
         Field(
@@ -349,7 +393,7 @@ class DataConfig:
         ),
     ] = 0.02
     store: Annotated[
-        str | None,
+        LocalPath | None,
         Field(
             description="folder of the token store; null: the user's cache, keyed by "
             "source and tokenizer"
@@ -365,6 +409,7 @@ class DataConfig:
                 f"data.paths=[{', '.join(self.paths)}] is not read by data.source={self.source}; "
                 f"write data.source=text or data.source=jsonl"
             )
+        check_read(self, "data")
         if self.source == "store" and self.store is None:
             raise ValueError("data.store=null: data.source=store needs the folder of a token store")
 
@@ -390,7 +435,7 @@ class CheckpointConfig:
         Field(description="resume from the newest undamaged checkpoint if the newest is damaged"),
     ] = False
     init_from: Annotated[
-        str | None,
+        LocalPath | None,
         Field(
             description="run folder, or one checkpoint in it, whose parameters a new run starts "
             "from; null: random ones"
@@ -459,7 +504,7 @@ class DeviceConfig:
         ),
     ] = 300.0
     compile_cache: Annotated[
-        str | None,
+        LocalPath | None,
         Field(
             description="folder of XLA's persistent cache; 'auto': the user's cache folder; "
             "null: off"
@@ -539,8 +584,14 @@ class Config:
                 sizes = mesh_sizes(self.mesh, devices)
             except ValueError as error:
                 source = " · ".join(f"{key}={count}" for key, count in stated.items())
-                raise ValueError(f"{error} ({source})") from None
+                raise ValueError(f"{source}: {error}") from None
             resolve(self.layout, sizes, self.dims())
+        if train.dropout and train.seq_len * self.model.d_model > 2**32:
+            raise ValueError(
+                f"train.dropout={train.dropout}: a row has train.seq_len={train.seq_len} times "
+                f"model.d_model={self.model.d_model} elements, of which masks tell 2^32 apart; "
+                f"write train.dropout=0"
+            )
         if train.halt_on_nan and self.precision.compute == "f16":
             raise ValueError(
                 "train.halt_on_nan=true would end the run at an ordinary overflow of the loss "
@@ -550,6 +601,12 @@ class Config:
             raise ValueError(
                 f"layout.experts=[{', '.join(self.layout.experts)}] is not read by a model without "
                 f"experts; write model.experts=8 or leave it out"
+            )
+        biased = self.model.bias != "none" or self.model.attention_sink
+        if optimizer.groups.bias != GroupConfig() and not biased:
+            raise ValueError(
+                f"optimizer.groups.bias: a model with model.bias={self.model.bias} and "
+                f"model.attention_sink=false has no biases; leave it out"
             )
         if (group := self.model.routing_group) and train.seq_len % group:
             raise ValueError(
@@ -561,6 +618,11 @@ class Config:
                 f"remat.every={self.remat.every}"
             )
         warmup = optimizer.warmup_updates(train.tokens_per_update)
+        if warmup >= 2**31:
+            raise ValueError(
+                f"optimizer.warmup_tokens={optimizer.warmup_tokens} are {warmup} updates; write "
+                f"fewer than 2147483648 of them"
+            )
         pieces, written = 1, f"model.layers={self.model.layers}"
         if (schedule := self.pipeline()) is not None:
             if self.model.dense_layers:

@@ -10,20 +10,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
+from ..sharding.keys import local_problem
 from .config import Config
 
 PRESETS = Path(__file__).parent.parent / "configs"
@@ -36,14 +40,39 @@ class ConfigError(ValueError):
     """The user's config is wrong; the message is one line that names the key."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which `1e-3` is a number, a date is text, and a key is written once."""
+_TAG = "tag:yaml.org,2002:"
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)\Z")
+_FLOAT = re.compile(
+    r"([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
+)
+_DIGITS = 100
+"""Characters of the longest integer; Python itself refuses some thousands, in words of its own."""
 
-    # PyYAML would build a `datetime.date`, which no field is, from run.name=2026-01-31.
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `1e-3` is a number, and dates, 010 and 1:30, in YAML 1.1 eight and ninety, are
+    text; a key is written once.
+    """
+
     yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith(":timestamp")]
+        first: [
+            (tag, regexp)
+            for tag, regexp in resolvers
+            if tag.removeprefix(_TAG) not in ("timestamp", "int", "float")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text, problem = self.construct_scalar(node), None
+        if not _INTEGER.match(text):
+            problem = f"{text} is not an integer"
+        elif len(text) > _DIGITS:
+            problem = f"an integer of {len(text)} characters is more than any key takes"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return self.construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -54,29 +83,32 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_integer)
+
+
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: text that looks like `1e-3` is quoted."""
+    """Writes what `_Loader` reads back, and other readers, too: text that is a number to us or in
+    YAML 1.1 is quoted.
+    """
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # Only double quotes escape a line break; in other styles some of Unicode's would be lost.
     style = None if text.isprintable() else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+    return dumper.represent_scalar(f"{_TAG}str", text, style)
 
 
 _Dumper.add_representer(str, _represent_text)
 
-# YAML 1.1 wants a dot in every float; the dumper needs the same rule to know which text to quote.
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-        list("-+.0123456789"),
-    )
+for _side in (_Loader, _Dumper):  # the dumper has to know which text to quote
+    for _kind, _regexp in (("int", _INTEGER), ("float", _FLOAT)):
+        _side.add_implicit_resolver(f"{_TAG}{_kind}", _regexp, list("-+.0123456789"))
 
 
 def load(name_or_path: str | Path, *overrides: str) -> Config:
-    """Load a preset or a YAML file, with overrides such as `mesh.tensor=2`, values in YAML.
+    """Load a preset or a YAML file, with overrides such as `mesh.tensor=2`. A value that begins
+    with one of [ { " ' is YAML; any other is a number, true, false or null, or else text as it
+    stands.
 
     A preset's name wins over a file of that name; write ./tiny for the file. Raises ConfigError,
     all mistakes on one line.
@@ -93,10 +125,10 @@ def _build(tree: dict[str, Any], overrides: Iterable[str]) -> Config:
     tree = reduce(_merge, map(_layer, overrides), tree)
     try:
         # JSON is the mode in which strict pydantic builds nested dataclasses from mappings.
-        return CONFIG.validate_json(json.dumps(tree, default=str))
+        return CONFIG.validate_json(json.dumps(tree))
     except ValidationError as error:
         lines = dict.fromkeys(_explain(details) for details in error.errors(include_url=False))
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError(_one_line("; ".join(lines))) from None
 
 
 def presets() -> dict[str, Path]:
@@ -145,7 +177,15 @@ def schema() -> dict[str, Any]:
 
 def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The merged tree of a file and its bases; `chain` holds the files that led here."""
-    path = presets().get(source, folder / Path(source).expanduser()).resolve()
+    check_text(source)
+    if problem := local_problem(source):
+        raise ConfigError(f"{'base=' if chain else ''}{_short(source)}: {problem}")
+    path = presets().get(source, folder / os.path.expanduser(source)).resolve()
+    if path.is_dir() and (run := _run_folder(path)):
+        raise ConfigError(
+            f"{source}: is a folder of a run, no config; write {run / 'config.yaml'}, and "
+            f"checkpoint.resume=auto to go on training it"
+        )
     if not path.is_file():
         near = _did_you_mean(source, presets())
         raise ConfigError(f"{source}: no such preset or file; choose {', '.join(presets())}{near}")
@@ -169,24 +209,109 @@ def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, 
     return _merge(_read(base, path.parent, (*chain, path)), tree)
 
 
+def _run_folder(path: Path) -> Path | None:
+    """The run folder that a folder is, or lies in as one of its checkpoints."""
+    folders = (path, *path.parents[:2])
+    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+
+
 def _layer(override: str) -> dict[str, Any]:
     """`mesh.tensor=2` -> {"mesh": {"tensor": 2}}."""
+    check_text(override)
     key, equals, text = override.partition("=")
     names = key.split(".")
     if not equals or not all(names):
-        raise ConfigError(f"{override}: an override is written key=value, as in train.steps=100")
-    return reduce(lambda below, name: {name: below}, reversed(names), parse(text, override))
+        line = f"{_short(override)}: an override is written key=value, as in train.steps=100"
+        raise ConfigError(line)
+    tree = reduce(lambda below, name: {name: below}, reversed(names), read_value(text, key))
+    return _as_json(tree, _short(override))
+
+
+def read_value(text: str, key: str) -> Any:
+    """What stands after `key=`, nothing of it left out: YAML where it begins as a list, a mapping
+    or a quoted text does; the number, true, false or null that all of it is; else the text itself.
+    Raises ConfigError.
+    """
+    if text.startswith(("[", "{", '"', "'")):
+        return _read_yaml(text, key)
+    loader = _Loader("")
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    # a resolver's $ overlooks a line break at the end
+    if text.endswith("\n") or tag.removeprefix(_TAG) not in ("null", "bool", "int", "float"):
+        return text
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{_short(f'{key}={text}')}: {_problem(error)}") from None
+
+
+def _read_yaml(text: str, key: str) -> Any:
+    """The value of YAML text that is one list, mapping or quoted text and nothing else."""
+    origin = _short(f"{key}={text}")
+    cure = "to mean the text itself, quote it for YAML, and once more for the shell"
+    if len(text) < 60:
+        cure += f": {shlex.quote(f'{key}={json.dumps(text, ensure_ascii=False)}')}"
+    try:
+        value = parse(text, origin)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {cure}") from None
+    node, tokens = yaml.compose(text, _Loader), list(yaml.scan(text, _Loader))
+    gaps = [text[a.end_mark.index : b.start_mark.index] for a, b in pairwise(tokens)]
+    # `"a": b` begins like a quoted text, and is a mapping
+    alone = getattr(node, "flow_style", True) and node.end_mark.index == len(text)
+    if not alone or any("#" in gap for gap in gaps):
+        raise ConfigError(
+            f"{origin}: a comment, or anything after the first value, would not be read; {cure}"
+        )
+    return value
 
 
 def parse(text: str, origin: str) -> Any:
     """The value that YAML text stands for. Raises ConfigError naming `origin`."""
     try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!int before text
+        value = yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{origin}: nested too deep") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!float before text
         mark = getattr(error, "problem_mark", None)
         where = f"{origin}, line {mark.line + 1}" if mark and "\n" in text else origin
-        problem = " ".join(str(getattr(error, "problem", error)).split())
-        raise ConfigError(f"{where}: {problem}") from None
+        raise ConfigError(f"{where}: {_problem(error)}") from None
+    return _as_json(value, origin)
+
+
+def _as_json(value: Any, origin: str) -> Any:
+    """A value as JSON holds it, which is how a tree is validated. Raises ConfigError."""
+    try:
+        return from_json(json.dumps(value, default=str))
+    except RecursionError:
+        problem = "nested too deep"
+    except (TypeError, ValueError) as error:  # a key that is no text, half a surrogate pair
+        problem = "nested too deep" if "recursion" in str(error) else f"is no config: {error}"
+    raise ConfigError(f"{origin}: {problem}")
+
+
+def check_text(text: str) -> None:
+    """Raises ConfigError where text came from bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{_short(text)}: is not UTF-8; write it in UTF-8") from None
+
+
+def _problem(error: Exception) -> str:
+    """What an error of YAML's complains of."""
+    return " ".join(str(getattr(error, "problem", error)).split())
+
+
+def _one_line(text: str) -> str:
+    """Text with line breaks, and what else cannot be printed, escaped."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def _short(text: str) -> str:
+    """Text as a message names it: on one line, its end cut off where it is long."""
+    line = _one_line(text)
+    return line if len(line) <= LINE else line[: LINE - 1] + "…"
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

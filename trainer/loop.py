@@ -30,6 +30,7 @@ from .device import prepare_devices
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
 from .flops import mfu, peak_flops, step_flops
 from .generate import generate_texts
+from .load import load
 from .manifest import newest_tokenizer_text
 from .metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
 from .placement import in_model_order, in_stage_order, model_order_shapes
@@ -45,6 +46,7 @@ from .resume import (
     write_run_files,
 )
 from .sampling import Sampling
+from .schedule import rate_change
 from .skipping import describe_attempt, how_to_calm, why_it_ends
 from .state import (
     State,
@@ -162,6 +164,10 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
         if resumes:
             on_first(lambda: check_data(folder, documents_of(store.description.made_from)))
         state = begin_state(config, layout, folder, resumes, reporter)
+        if resumes:  # while config.yaml is that of the last start
+            before, done = folder / "config.yaml", int(state.step)
+            if line := on_first(lambda: rate_change(load(before), kept, done)):
+                reporter.say(f"{'rate':<12}{line}")
         on_first(lambda: write_run_files(folder, kept, store))
         if any_process(not (folder / "config.yaml").is_file()):
             raise ValueError(

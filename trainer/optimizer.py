@@ -42,23 +42,24 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
 
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     """Gradients -> update per unit of learning rate, before decay and sign."""
-    adam = optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=config.nesterov)
+    settings = config.settings
+    b1, b2, momentum = settings.b1, settings.b2, settings.momentum
+    adam = optax.scale_by_adam(b1, b2, settings.eps, nesterov=settings.nesterov)
     match config.name:
         case "adamw" | "lamb":
             return adam
         case "lion":
-            return optax.scale_by_lion(config.b1, config.b2)
+            return optax.scale_by_lion(b1, b2)
         case "adafactor":
             return optax.chain(
-                scale_by_factored_rms(config.factor_from),
+                scale_by_factored_rms(settings.factor_from),
                 by_layer(optax.clip_by_block_rms(1.0), ROLES),
                 by_layer(optax.scale_by_param_block_rms(), ROLES),
             )
         case "sgd":
-            momentum = config.momentum
-            return optax.trace(momentum, config.nesterov) if momentum else optax.identity()
+            return optax.trace(momentum, settings.nesterov) if momentum else optax.identity()
         case "muon":
-            return muon(0.95 if config.momentum is None else config.momentum, adam)
+            return muon(momentum, adam)
 
 
 def _kept_as(rule: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..sharding.rules import without_devices
 from .config import Config, DeviceConfig
 from .differences import flat
 from .launch import EXPLICIT, complete_launch
@@ -147,9 +148,11 @@ def check_counts(config: DeviceConfig) -> None:
             f"write the same device.cpu_devices for all, or use hosts that are alike"
         )
     if config.count not in (None, devices):
+        few = processes == 1 and config.count > devices
+        more = f"; {without_devices(config.count)}" if few else ""
         raise ValueError(
             f"device.count={config.count}, but JAX finds {devices} device(s) in {processes} "
-            f"process(es)"
+            f"process(es){more}"
         )
 
 

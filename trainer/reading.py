@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from ..models.transformer import Transformer
+from ..sharding.keys import check_local
 from ..sharding.layout import Layout
 from .checkpoint import restore
 from .config import Config
@@ -44,6 +45,7 @@ def open_run(
 
     Raises ValueError for another model, and where `run` holds no checkpoint.
     """
+    check_local(run)
     path = Path(run)
     stored = config_of(path)
     # micro-batches are training's, or a pipeline's: what is evaluated without one is one piece

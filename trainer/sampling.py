@@ -32,5 +32,12 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k}: write at least 1, or leave it out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: write more than 0 and at most 1")
+        if self.temperature == 0:
+            for key in ("top_k", "top_p"):
+                if (value := getattr(self, key)) is not None:
+                    raise ValueError(
+                        f"{key}={value} is not read by temperature=0, always the likeliest token; "
+                        f"leave it out"
+                    )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: write a number from 0 to {2**32 - 1}")

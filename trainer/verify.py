@@ -7,6 +7,7 @@ target, the targets of one data shard all masked. Everything is computed in f32.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -21,10 +22,11 @@ from rich.console import Console
 from ..models.batch import Batch
 from ..models.transformer import Transformer
 from ..sharding.config import MESH_AXES
+from ..sharding.keys import check_local
 from .config import Config
 from .data.loader import token_order
 from .device import prepare_devices
-from .load import override, parse
+from .load import override, read_value
 from .placement import in_model_order, in_stage_order, model_order_shapes
 from .processes import check_same_config
 from .state import init_params, lay_out, named_leaves, sharded_shapes
@@ -130,6 +132,8 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     # starts a comment. Default: a pairwise cover of CHOICES, and PIPELINES, as far as the model and
     the devices allow. Raises ValueError where a layout is impossible or there is none.
     """
+    if layouts is not None:
+        check_local(layouts, "--layouts ")
     prepare_devices(config.device)
     if layouts is None:
         config = override(config, *REFERENCE)
@@ -138,8 +142,10 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
         chosen = read_layouts(Path(layouts))
     if not chosen:
         devices = jax.device_count()
-        raise ValueError(f"{layouts or 'mesh'}: no layout to compare, on {devices} device(s)")
-    check_same_config(config, {"layouts": chosen})
+        raise ValueError(
+            f"{layouts or 'mesh'}: no layout to compare, on {devices} device(s); "
+            f"device.cpu_devices=8 simulates more"
+        )
     check_same_config(config, {"layouts": chosen})
     return print_comparisons(config, chosen)
 
@@ -203,7 +209,10 @@ def layout_config(reference: Config, layout: str) -> Config:
             raise ValueError("write every mesh axis as a number, none as -1")
         needed = math.prod(config.mesh.sizes().values())
         if needed > jax.device_count():
-            raise ValueError(f"it needs {needed} devices, but there are {jax.device_count()}")
+            raise ValueError(
+                f"it needs {needed} devices, but there are {jax.device_count()}; "
+                f"device.cpu_devices={needed} simulates them"
+            )
     except ValueError as error:
         raise ValueError(f"layout `{layout}`: {error}") from None
     return config
@@ -296,7 +305,7 @@ def possible_layouts(config: Config) -> dict[str, list[str]]:
     """
     reference, choices = override(config, *REFERENCE), choices_for(config)
     parsed = {
-        f"{key}={value}": parse(str(value), key)
+        f"{key}={value}": read_value(str(value), key)
         for key, values in choices.items()
         for value in values
     }
@@ -339,11 +348,14 @@ def is_possible(config: Config, changes: dict[str, Any]) -> bool:
 
 
 def read_layouts(path: Path) -> list[str]:
-    """Lines of a layouts file without comments and empty ones. Raises ValueError if unreadable."""
+    """Lines of a layouts file without comments and empty ones; inside a word, # is part of it.
+    Raises ValueError if unreadable.
+    """
     try:
-        lines = [line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines()]
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--layouts {path}: {error}") from None
+    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
     return [line for line in lines if line]
 
 

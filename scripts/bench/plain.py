@@ -198,10 +198,12 @@ def make_step(loss_and_grads, config: Config):
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    o = config.optimizer
+    o, settings = config.optimizer, config.optimizer.settings
     rate = learning_rate(o, config.train)
     adamw = optax.adamw(
-        rate, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=lambda p: decayed(p, o)
+        *(rate, settings.b1, settings.b2, settings.eps),
+        weight_decay=o.weight_decay,
+        mask=lambda p: decayed(p, o),
     )
     return optax.chain(optax.clip_by_global_norm(o.clip), adamw)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..keys import check_local
 from .check import check_ops, check_rows, check_schedule
 from .schedules import (
     NAMES,
@@ -29,6 +30,7 @@ def load_schedule(
     """The published schedule of that name, or the table in that CSV file, whose sizes are its own:
     here they may be left out. Either is checked. Raises ValueError.
     """
+    check_local(name)
     if name not in NAMES and _path(name).is_file():
         schedule = read_schedule(read_table(name), name)
         if uniform:

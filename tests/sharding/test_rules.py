@@ -178,6 +178,12 @@ def test_minus_one_takes_what_is_left():
     [
         (MeshConfig(tensor=3), 8, r"mesh\.tensor=3 needs a multiple of 3 devices.* are 8"),
         (MeshConfig(data=3), 8, r"mesh\.data=3 needs 3 devices, but there are 8"),
+        (
+            MeshConfig(data=8),
+            1,
+            r"are 1;.*; device\.cpu_devices=8 simulates 8 .* --target needs none",
+        ),
+        (MeshConfig(tensor=4), 5, r"there are 5; device\.cpu_devices=8 simulates 8 .* --target"),
         (MeshConfig(data=1), 8, r"all of size 1 needs 1 devices, but there are 8"),
         (MeshConfig(data=4, fsdp=4), 8, r"mesh\.data=4 · mesh\.fsdp=4 needs 16 .* are 8"),
     ],

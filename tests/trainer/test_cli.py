@@ -94,6 +94,91 @@ def test_schema_needs_no_config(capsys):
     )
 
 
+def test_the_schema_reads_no_config(capsys):
+    for words in (["tiny"], ["tiny", "mesh.tensor=2"]):
+        assert main(["config", "--schema", *words]) == 2
+        assert capsys.readouterr().err.startswith("meshwright: --schema reads no CONFIG: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["train", "gs://b/x"],
+            ["verify", "gs://b/x"],
+            ["plan", "gs://b/x"],
+            ["config", "gs://b/x"],
+        ),
+        *(["tokenize", "gs://b/x"], ["train", "tiny", "run.dir=gs://b/x"], ["eval", "gs://b/x"]),
+        *(["generate", "gs://b/x", "--prompt", "a"], ["verify", "tiny", "--layouts", "gs://b/x"]),
+        *([["checkpoint", action, "gs://b/x"] for action in ("ls", "show", "verify")]),
+        *(["schedule", "gs://b/x"], ["eval", "RUN", "data.store=gs://b/x"]),
+        ["generate", "RUN", "--prompt", "a", "device.compile_cache=gs://b/x"],
+        ["schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--png", "gs://b/x"],
+    ],
+    ids=" ".join,
+)
+def test_a_url_is_refused_before_anything_is_written(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load("tiny")))
+    assert main(["run" if word == "RUN" else word for word in words]) == 2
+    out, error = capsys.readouterr()
+    line = (
+        "gs://b/x: URLs are not built yet; write a local path, or ./gs:/b/x for a folder of that "
+    )
+    assert out == "" and line in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "config.yaml"]
+
+
+def test_a_folder_that_is_named_like_a_url_can_be_meant(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gs:").mkdir()
+    (tmp_path / "gs:" / "x.csv").write_text("F0,,,BW0\n,F0,BW0\n")
+    assert main(["schedule", "./gs:/x.csv", "--json", "--png", "./gs:/x.png"]) == 0
+    assert (tmp_path / "gs:" / "x.png").is_file()
+    capsys.readouterr()
+    for command in (["checkpoint", "ls"], ["eval"]):
+        assert main([*command, "./gs:/run"]) == 2
+        assert "URLs" not in (error := capsys.readouterr().err)
+        assert str(tmp_path / "gs:" / "run") in error
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "plan", "config", "tokenize"])
+def test_a_run_folder_is_no_config(command, calls, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "config.yaml").write_text("base: tiny\n")
+    assert main([command, "runs/x"]) == 2
+    written = tmp_path / "runs" / "x" / "config.yaml"
+    assert capsys.readouterr().err == (
+        f"meshwright: runs/x: is a folder of a run, no config; write {written}, and "
+        "checkpoint.resume=auto to go on training it\n"
+    )
+    assert calls.list == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "tiny", "run.name=\udcff"],
+        ["train", "\udcff"],
+        ["eval", "\udcff"],
+        ["generate", "run", "--prompt", "\udcff"],
+        ["checkpoint", "ls", "\udcff"],
+        ["verify", "tiny", "--layouts", "\udcff"],
+        ["schedule", "\udcff"],
+        ["plan", "tiny", "--target", "\udcff"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_words_that_are_not_utf_8_are_one_line_and_2(words, calls, capsys):
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and "\\udcff: is not UTF-8; write it in UTF-8\n" in error
+    assert error.count("\n") == 1
+
+
 def test_tokenize_describes_the_store(monkeypatch, capsys):
     store = SimpleNamespace(
         build_store=lambda config, tokenizer: f"folder of {config.run.name}, {tokenizer}",

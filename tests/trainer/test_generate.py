@@ -219,6 +219,14 @@ def test_the_command_prints_texts_with_their_continuations(run, capsys):
         (["--top-k", "0"], "top_k=0: write at least 1, or leave it out"),
         (["--top-p", "0"], "top_p=0.0: write more than 0 and at most 1"),
         (["--top-p", "1.5"], "top_p=1.5: write more than 0 and at most 1"),
+        (
+            ["--temperature", "0", "--top-k", "5"],
+            "top_k=5 is not read by temperature=0, always the likeliest token; leave it out",
+        ),
+        (
+            ["--temperature", "0", "--top-p", "1"],
+            "top_p=1.0 is not read by temperature=0, always the likeliest token; leave it out",
+        ),
         (["--seed", "-1"], "seed=-1: write a number from 0 to 4294967295"),
         (["mesh.tensr=2"], "mesh.tensr: no such key; did you mean mesh.tensor?"),
     ],

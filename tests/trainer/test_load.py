@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
+import typing
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +22,7 @@ from meshwright.trainer.load import (
     override,
     presets,
     schema,
+    show,
     to_yaml,
 )
 
@@ -134,7 +140,8 @@ def test_a_preset_wins_over_a_file_of_its_name(write, monkeypatch):
         ("run.name={", "run.name={: expected the node content, but found '<stream end>'"),
         ("run={name: a, name: b}", "run={name: a, name: b}: name is written twice"),
         ("run={[a]: b}", "run={[a]: b}: found unhashable key"),
-        ("run.seed=!!int x", "run.seed=!!int x: invalid literal for int() with base 10: 'x'"),
+        ("run={seed: !!int x}", "run={seed: !!int x}: x is not an integer"),
+        ("run={seed: !!float x}", "run={seed: !!float x}: could not convert string to float: 'x'"),
         # what fields and sections must agree on, in the words of their own checks
         ("mesh.replica=2", "mesh.replica=2: the replica axis is not built yet; write mesh.replica"),
         ("train.microbatches=3", "train.batch_size=32 is not a multiple of train.microbatches=3"),
@@ -146,6 +153,10 @@ def test_a_preset_wins_over_a_file_of_its_name(write, monkeypatch):
         (
             "model.vocab_size=256",
             "model.vocab_size=256: data.tokenizer=byte needs at least 257, 25",
+        ),
+        (
+            "train={dropout: 0.1, seq_len: 67108868}",  # × 64 channels
+            "train.dropout=0.1: a row has train.seq_len=67108868 times model.d_model=64 elements",
         ),
     ],
 )
@@ -246,8 +257,9 @@ def test_any_text_and_number_survives_the_way_to_yaml_and_back(
     config = load("tiny")
     config = dataclasses.replace(
         config,
-        run=dataclasses.replace(config.run, dir=name, seed=seed),
-        data=dataclasses.replace(config.data, field=field),
+        run=dataclasses.replace(config.run, seed=seed),
+        log=dataclasses.replace(config.log, sample=name),
+        data=dataclasses.replace(config.data, source="jsonl", paths=["a"], field=field),
         optimizer=dataclasses.replace(config.optimizer, lr=lr, eps=eps),
     )
     path = tmp_path_factory.mktemp("round", numbered=True) / "config.yaml"
@@ -255,13 +267,316 @@ def test_any_text_and_number_survives_the_way_to_yaml_and_back(
     assert load(path) == config
 
 
-@pytest.mark.parametrize("text", ["1e-3", "1E5", "true", "null", "2026-01-31", "007", "a: b", " "])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1e-3", "1E5", "+.5", "true", "null", "~", "2026-01-31", "007", "1:30", "0x10", "1_000"),
+        *("a: b", " ", "", "a #b", "=", "<<", "- a", "yes", ".inf", "1\n"),
+    ],
+)
 def test_text_that_looks_like_something_else_stays_text(text, tmp_path):
-    config = dataclasses.replace(
-        load("tiny"), data=dataclasses.replace(load("tiny").data, field=text)
-    )
-    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    """To YAML and back, also for readers that take 007 for an octal number."""
+    tiny = load("tiny")
+    data = dataclasses.replace(tiny.data, source="jsonl", paths=["a"], field=text)
+    written = to_yaml(dataclasses.replace(tiny, data=data))
+    (tmp_path / "config.yaml").write_text(written, encoding="utf-8")
     assert load(tmp_path / "config.yaml").data.field == text
+    assert yaml.safe_load(written)["data"]["field"] == text
+
+
+# The word after =
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "exp #3",
+            "/data/my runs #2/x",
+            "#",
+            "def ",
+            " def",
+            "a: b",
+            "- a",
+            "-",
+            "*a",
+            "&a",
+            "!a",
+        ),
+        *("|", ">", "%a", "@a", "`a", "?", "? a", ", a", "a [b]", "f[v2].txt", "a{b}", "a'b"),
+        *("010", "1:30", "1:30.5", "2026-01-31", "0o10", "1.2.3", "=", "<<", "tab\there", "a\nb"),
+        *(" 1", "1 ", "1\n", "true ", "null\n", " null", "1,000", "---", "...", "ü", "😀", "\\n"),
+    ],
+)
+def test_the_word_after_the_equals_sign_is_text_as_it_stands(text):
+    assert load("tiny", f"log.sample={text}").log.sample == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'exp #3'", "exp #3"),
+        ('"exp #3"', "exp #3"),
+        ("'[v2]'", "[v2]"),
+        ('"  "', "  "),
+        ('"\\u00fc\\ud83d\\ude00"', "ü😀"),  # JSON's two halves of a character
+        ("'010'", "010"),
+        ("'1e5'", "1e5"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+    ],
+)
+def test_quotes_and_null_are_yaml(text, value):
+    assert load("tiny", f"log.sample={text}").log.sample == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[v2]/runs", "[a] #b", "[a] ", "[a]\n", "{a} b", '"a" b', '"a" #b', "'a'b", '"a": b'),
+        *(
+            "{a: 1}: b",
+            "[a, b #c\n]",
+            "{a: b,\n#c\n}",
+            "[a]\n...",
+            "[a]\n---\n[b]",
+            "'tis",
+            "[*.txt]",
+        ),
+    ],
+)
+def test_what_would_be_left_out_of_a_word_is_refused(text):
+    """And the message says what to write, which is the text itself."""
+    line = message("tiny", f"log.sample={text}")
+    assert line.startswith(f"log.sample={text.replace(chr(10), chr(92) + 'n')}")
+    (cure,) = shlex.split(line.rpartition("once more for the shell: ")[2])
+    assert load("tiny", cure).log.sample == text
+
+
+def test_octal_and_sexagesimal_numbers_are_text(write):
+    for text in ("010", "-017", "1:30", "1:30:00", "0_1"):
+        line = f"train.steps={show(text)}: should be a valid integer"
+        assert message("tiny", f"train.steps={text}") == line
+        assert message("tiny", f"train={{steps: {text}}}") == line
+        assert message(write("run.yaml", f"train: {{steps: {text}}}\n")) == line
+    assert message("tiny", "optimizer.lr=1:30.5").startswith("optimizer.lr='1:30.5': should be")
+    assert "010 is not an integer" in message("tiny", "train={steps: !!int 010}")
+    assert load("tiny", "train.steps=0x10").train.steps == 16
+    assert load("tiny", "train.steps=1_000").train.steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("run.name=\udcff", "run.name=\\udcff: is not UTF-8"),
+        ("run.na\udcffme=a", "run.na\\udcffme=a: is not UTF-8"),
+        ("data.paths=[a\udcff]", "data.paths=[a\\udcff]: is not UTF-8"),
+        ('run.name="\\ud800"', "is no config: unexpected end of hex escape"),
+        ("data.paths=" + "[" * 5000 + "]" * 5000, "nested too deep"),
+        ("data.paths=" + "[" * 220 + "]" * 220, "nested too deep"),
+        ("data={" + "a: {" * 220 + "}" * 220 + "}", "nested too deep"),
+        (".".join(["a"] * 5000) + "=1", "nested too deep"),
+        (".".join(["a"] * 220) + "=1", "nested too deep"),
+        ("train.steps=0x" + "f" * 5000, "an integer of 5002 characters is more than any key takes"),
+        ("train.steps=" + "9" * 5000, "an integer of 5000 characters is more than any key takes"),
+        ("train.steps=0b" + "1" * 5000, "an integer of 5002 characters is more than any key takes"),
+        ("optimizer.lr=" + "9" * 5000 + ".", "optimizer.lr=.inf: should be a finite number"),
+        ("train={steps: 0x" + "f" * 5000 + "}", "an integer of 5002 characters is more than"),
+        ("data.paths=[&a [*a]]", "is no config: Circular reference"),
+        ("run={? !!binary aGk= : a}", "is no config: keys must be str"),
+        ("run.a\nb=1", "run.a\\nb: no such key"),
+        ("run.name=a\nb", "run.name=a\\nb: should be a name"),
+        ("run.name=a\0b", "run.name=a\\u0000b: should be a name"),
+    ],
+)
+def test_words_that_no_tree_can_hold_are_one_line(words, part):
+    line = message("tiny", words)
+    assert part in line
+    assert len(line) < 400
+
+
+def test_files_and_paths_that_no_tree_can_hold_are_one_line(write):
+    deep = write("deep.yaml", "run: " + "[" * 5000 + "]" * 5000)
+    assert message(deep) == f"{deep}: nested too deep"
+    assert "more than any key takes" in message(
+        write("huge.yaml", f"run: {{seed: 0x{'f' * 5000}}}")
+    )
+    assert message("a\udcff.yaml").startswith("a\\udcff.yaml: is not UTF-8")
+    assert "there is no home folder of that user" in message("~nobody-of-that-name/a.yaml")
+
+
+# Keys that nothing reads
+
+RULES = ("adamw", "lion", "adafactor", "sgd", "muon", "lamb")
+UNREAD = [  # what is written, the setting that does not read it, those that do
+    *(
+        (f"optimizer.{key}", f"optimizer.name={name}", readers)
+        for key, readers in (
+            ("b1=0.9", "adamw, lamb, lion, muon"),
+            ("b2=0.95", "adamw, lamb, lion, muon"),
+            ("eps=1e-8", "adamw, lamb, muon"),
+            ("momentum=0.0", "sgd, muon"),
+            ("nesterov=false", "sgd, adamw, lamb"),
+            ("factor_from=128", "adafactor"),
+        )
+        for name in RULES
+        if name not in readers.split(", ")
+    ),
+    ("optimizer.final_ratio=0.1", "optimizer.schedule=constant", "cosine, linear, wsd"),
+    ("optimizer.final_ratio=0.1", "optimizer.schedule=inverse_sqrt", "cosine, linear, wsd"),
+    ("optimizer.cooldown=3", "optimizer.schedule=cosine", "wsd"),
+    ("precision.loss_scale=torch", "precision.compute=f32", "f16"),
+    ("precision.first_scale=2.0", "precision.compute=bf16", "f16"),
+    ("data.field=body", "data.source=stdlib", "jsonl"),
+    ("train.max_skipped=3", "train.halt_on_nan=true", "false"),
+    ("layout.chunks=2", "layout.schedule=1f1b", "interleaved"),
+    ("layout.ulysses=2", "layout.context=ring", "usp"),
+    ("layout.overlap_directions=2", "layout.overlap=false", None),
+    ("remat.every=3", "remat.policy=none", "full, selective, offload"),
+    ("remat.names=[]", "remat.policy=full", "selective, offload"),
+    ("model.rope_scaling.factor=2.0", "model.rope_scaling.kind=none", "linear, ntk, yarn, llama3"),
+    ("model.rope_scaling.low=2.0", "model.rope_scaling.kind=ntk", "yarn, llama3"),
+    ("model.routing_group=8", "model.capacity=null", None),
+    ("model.overflow=probability", "model.capacity=null", None),
+    ("model.balance=microbatch", "model.balance_loss=0.0", None),
+]
+
+
+@pytest.mark.parametrize(("written", "setting", "readers"), UNREAD)
+def test_a_key_that_nothing_reads_is_refused(written, setting, readers):
+    """Even where it is written with the value that its reader would take anyway."""
+    of_experts = ("model.routing", "model.overflow", "model.balance")
+    experts = ["model.experts=8"] if written.startswith(of_experts) else []
+    cure = f", only by {readers}; leave it out"
+    if readers is None:
+        cure = f"; write {setting.partition('=')[0]}="
+    line = message("tiny", *experts, setting, written)
+    assert line.startswith(f"{written} is not read by {setting}{cure}")
+
+
+def test_what_no_single_setting_reads_is_refused():
+    line = "optimizer.moments=bf16 is not read by optimizer.name=sgd with optimizer.momentum=null, "
+    assert message("tiny", "optimizer.name=sgd", "optimizer.moments=bf16").startswith(line)
+    line = "optimizer.groups.bias: a model with model.bias=none and model.attention_sink=false has "
+    assert message("tiny", "optimizer.groups.bias.lr=0.5").startswith(line)
+    load("tiny", "optimizer.groups.bias.lr=0.5", "model.attention_sink=true")
+    line = "model.capacity=2.0 is not read by a model without experts; write model.experts=8 or "
+    assert message("tiny", "model.capacity=2").startswith(line)
+
+
+def test_null_stands_for_the_usual_values():
+    settings = load("tiny").optimizer.settings
+    assert settings == (0.9, 0.95, 1e-8, 0.0, False, 128, 0.1)
+    assert load("tiny", "optimizer.name=muon").optimizer.settings.momentum == 0.95
+    written = "optimizer.name=muon", "optimizer.b1=0.5", "optimizer.eps=1", "optimizer.momentum=0"
+    assert load("tiny", *written).optimizer.settings[:4] == (0.5, 0.95, 1.0, 0.0)
+
+
+def test_numbers_beyond_what_devices_count_with_are_refused():
+    for key in (
+        *("train.steps", "train.batch_size", "train.seq_len", "train.microbatches"),
+        *("train.eval_batch_size", "optimizer.warmup", "optimizer.cooldown", "model.window"),
+    ):
+        line = message("tiny", f"{key}=2147483648")
+        assert line.startswith(f"{key}=2147483648: should be less than 2147483648")
+    load("tiny", "train.steps=2147483647", "run.seed=4294967295")
+    line = message("tiny", "optimizer.warmup=0", f"optimizer.warmup_tokens={2**31 * 4096}")
+    assert line.startswith(
+        f"optimizer.warmup_tokens={2**31 * 4096} are 2147483648 updates; write few"
+    )
+
+
+# URLs
+
+
+URLS = [
+    "gs://bucket/runs",
+    "s3://b/r",
+    "S3:/b/r",
+    "hf://o/m",
+    "file:///tmp/x",
+    "gcs+x-1.0:/b",
+    " gs://b",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("run.dir", ()),
+        ("checkpoint.init_from", ()),
+        ("data.store", ()),
+        ("device.compile_cache", ()),
+        ("layout.schedule_file", ()),
+        ("data.paths.1", ("data.source=text",)),
+    ],
+)
+def test_a_url_is_refused_by_every_key_that_names_a_path(url, key, more):
+    override = f"data.paths=[a, '{url}']" if "paths" in key else f"{key}={url}"
+    line = message("tiny", *more, override)
+    assert line.startswith(f"{key}={show(url)}: URLs are not built yet; write a local path, or ./")
+    local = line.partition("or ")[2].partition(" for a")[0]
+    config = load("tiny", "data.source=text", f"data.paths=['{local}']", f"run.dir={local}")
+    assert (config.data.paths, config.run.dir) == ([local], local)
+
+
+def test_every_key_that_names_a_path_is_declared_as_one():
+    """A new one must be: what describes itself as a folder, a file or a glob."""
+    paths = {
+        f"{section}.{key.name}"
+        for section, kind in typing.get_type_hints(Config).items()
+        for key in dataclasses.fields(kind)
+        if re.match(r"(run )?(folder|files)\b|.*\bCSV file\b", _meaning(kind, key.name))
+    }
+    assert paths == {
+        *("run.dir", "checkpoint.init_from", "data.store", "data.paths"),
+        *("device.compile_cache", "layout.schedule_file"),
+    }
+
+
+def test_a_url_as_config_or_base_is_refused(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = (
+        "URLs are not built yet; write a local path, or ./gs:/b/run.yaml for a folder of that name"
+    )
+    assert message("gs://b/run.yaml") == f"gs://b/run.yaml: {line}"
+    assert message(Path("gs://b/run.yaml")) == f"gs:/b/run.yaml: {line}"
+    assert message(write("run.yaml", "base: gs://b/run.yaml\n")) == f"base=gs://b/run.yaml: {line}"
+    (tmp_path / "gs:" / "b").mkdir(parents=True)
+    (tmp_path / "gs:" / "b" / "run.yaml").write_text("run: {name: local}")
+    assert load("./gs:/b/run.yaml").run.name == "local"
+
+
+@pytest.mark.parametrize(
+    "path", ["C:/runs", "a b:/c", "./gs://b", "/gs://b", "1s:/b", "gs:b", "~/x"]
+)
+def test_what_only_looks_like_a_url_is_a_path(path):
+    assert load("tiny", f"run.dir={path}").run.dir == path
+
+
+def test_a_path_with_a_nul_character_is_refused():
+    assert message("tiny", 'run.dir="a\\0b"').endswith(
+        "no path holds a NUL character; write a local path"
+    )
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/400"])
+def test_a_run_folder_as_config_says_what_to_write(inside, tmp_path):
+    (tmp_path / "x" / "checkpoints" / "400").mkdir(parents=True)
+    (tmp_path / "x" / "config.yaml").write_text("run: {name: x}")
+    folder = tmp_path / "x" / inside
+    written = tmp_path / "x" / "config.yaml"
+    assert message(folder) == (
+        f"{folder}: is a folder of a run, no config; write {written}, and checkpoint.resume=auto "
+        f"to go on training it"
+    )
+    assert load(written).run.name == "x"
+
+
+def _meaning(kind, name: str) -> str:
+    return kind.__pydantic_fields__[name].description
 
 
 @pytest.mark.parametrize("name", sorted(presets()))

@@ -315,6 +315,30 @@ def test_f16_skips_until_the_scale_fits_and_resumes_bitwise(run, tmp_path):
     ]
 
 
+def test_a_finished_run_that_is_extended_says_what_becomes_of_its_rate(run, tmp_path, capsys):
+    config = override(
+        run.config,
+        *(f"run.dir={tmp_path}", "run.name=long", "optimizer.warmup=0", "train.steps=2"),
+        *("train.eval_every=0", "checkpoint.every=0", "checkpoint.resume=auto"),
+        "run.seed=4294967295",
+    )
+    train(config)
+    assert "\nrate " not in capsys.readouterr().out
+    train(override(config, "train.steps=4"))
+    (line,) = re.findall(r"^rate +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert line == (
+        "the rate of update 3 is 0.0232, that of update 2 was 0.01: train.steps=4 stretches "
+        "optimizer.schedule=cosine; optimizer.schedule=constant optimizer.lr=0.01 goes on at the "
+        "last rate"
+    )
+    rates = [line["lr"] for line in attempts(tmp_path / "long")]
+    assert rates == pytest.approx([0.055, 0.01, 0.0231802, 0.01], rel=1e-5)
+
+    train(override(config, "train.steps=5", "optimizer.schedule=constant", "optimizer.lr=0.01"))
+    assert "\nrate " not in capsys.readouterr().out
+    assert attempts(tmp_path / "long")[-1]["lr"] == pytest.approx(0.01, rel=1e-6)
+
+
 def test_a_scale_at_its_floor_ends_the_run(run, tmp_path):
     config = diverging(run, tmp_path, "precision.compute=f16", "precision.first_scale=2")
     message = r"step \d: .* loss scale 1; no loss scale is lower; lower optimizer\.lr=1e\+30"

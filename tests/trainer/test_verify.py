@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.trainer import verify
 from meshwright.trainer.cli import main
-from meshwright.trainer.config import PrecisionConfig
+from meshwright.trainer.config import Config, PrecisionConfig
 from meshwright.trainer.load import override, to_yaml
 from meshwright.trainer.verify import (
     CHOICES,
@@ -289,6 +289,16 @@ def test_an_impossible_line_of_a_layouts_file_is_named(small_config, layout, why
     reference = override(small_config, *REFERENCE)
     with pytest.raises(ValueError, match=f"layout `{layout}`: .*{why}"):
         verify.layout_config(reference, layout)
+
+
+def test_a_comment_in_a_layouts_file_begins_after_a_blank(tmp_path):
+    """Inside a word, # is part of it, as in what follows the equals sign everywhere else."""
+    (tmp_path / "layouts").write_text(
+        "# all\nmesh.data=2 # the rows\n\nrun.name=exp#3\tmesh.fsdp=2\t# both\n  #\n"
+    )
+    layouts = verify.read_layouts(tmp_path / "layouts")
+    assert layouts == ["mesh.data=2", "run.name=exp#3\tmesh.fsdp=2"]
+    assert verify.layout_config(override(Config(), *REFERENCE), layouts[1]).run.name == "exp#3"
 
 
 def test_all_layouts_are_checked_before_the_first_is_compiled(small_config, tmp_path, monkeypatch):

@@ -89,3 +89,11 @@ def test_a_gpu_that_is_not_there_is_one_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_fewer_devices_than_stated_say_how_to_simulate_them():
+    lines = run("prepare(cpu_devices=2, count=4)")
+    assert lines == (
+        "device.count=4, but JAX finds 2 device(s) in 1 process(es); device.cpu_devices=4 "
+        "simulates 4 in one process, and meshwright plan with --target needs none\n"
+    )

@@ -254,6 +254,8 @@ def _read_yaml(text: str, key: str) -> Any:
     """The value of YAML text that is one list, mapping or quoted text and nothing else."""
     origin = _short(f"{key}={text}")
     cure = "to mean the text itself, quote it for YAML, and once more for the shell"
+    if text[0] == "[":
+        cure = f'quote the words in it, as in ["a #b", "c"]; {cure}'
     if len(text) < 60:
         quoted = json.dumps(text, ensure_ascii=False)
         cure += f": {shlex.quote(_one_line(f'{key}={quoted}'))}"
@@ -265,9 +267,11 @@ def _read_yaml(text: str, key: str) -> Any:
     gaps = [text[a.end_mark.index : b.start_mark.index] for a, b in pairwise(tokens)]
     # `"a": b` begins like a quoted text, and is a mapping
     alone = getattr(node, "flow_style", True) and node.end_mark.index == len(text)
-    if not alone or any("#" in gap for gap in gaps):
+    named = any(isinstance(token, yaml.AnchorToken) for token in tokens)
+    if not alone or named or any("#" in gap for gap in gaps):
         raise ConfigError(
-            f"{origin}: a comment, or anything after the first value, would not be read; {cure}"
+            f"{origin}: a comment, a name after &, or anything after the first value would be left "
+            f"out; {cure}"
         )
     return value
 

@@ -335,6 +335,8 @@ def test_quotes_and_null_are_yaml(text, value):
             '"a\u2028b" c',
             '"\U000e0001" c',
             "{a: 1}: b",
+            "[&a b]",
+            '{a: &b "c"}',
             "[a, b #c\n]",
             "{a: b,\n#c\n}",
             "[a]\n...",

@@ -36,6 +36,10 @@ LINE = 110
 """Columns of what `describe` prints."""
 
 
+UNREADABLE = (yaml.YAMLError, ValueError, LookupError, AttributeError)
+"""What PyYAML raises; all but the first where a tag such as !!float stands before what is none."""
+
+
 class ConfigError(ValueError):
     """The user's config is wrong; the message is one line that names the key."""
 
@@ -180,12 +184,13 @@ def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, 
     check_text(source)
     if problem := local_problem(source):
         raise ConfigError(f"{'base=' if chain else ''}{_short(source)}: {problem}")
-    path = presets().get(source, folder / os.path.expanduser(source)).resolve()
-    if path.is_dir() and (run := _run_folder(path)):
+    written = presets().get(source, folder / os.path.expanduser(source))
+    if written.is_dir() and (run := _run_folder(written)):
         raise ConfigError(
             f"{source}: is a folder of a run, no config; write {run / 'config.yaml'}, and "
             f"checkpoint.resume=auto to go on training it"
         )
+    path = written.resolve()
     if not path.is_file():
         near = _did_you_mean(source, presets())
         raise ConfigError(f"{source}: no such preset or file; choose {', '.join(presets())}{near}")
@@ -211,7 +216,7 @@ def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, 
 
 def _run_folder(path: Path) -> Path | None:
     """The run folder that a folder is, or lies in as one of its checkpoints."""
-    folders = (path, *path.parents[:2])
+    folders = (path, path.parent, path.parent.parent)
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
@@ -241,7 +246,7 @@ def read_value(text: str, key: str) -> Any:
         return text
     try:
         return loader.construct_object(yaml.ScalarNode(tag, text))
-    except (yaml.YAMLError, ValueError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{_short(f'{key}={text}')}: {_problem(error)}") from None
 
 
@@ -249,8 +254,11 @@ def _read_yaml(text: str, key: str) -> Any:
     """The value of YAML text that is one list, mapping or quoted text and nothing else."""
     origin = _short(f"{key}={text}")
     cure = "to mean the text itself, quote it for YAML, and once more for the shell"
+    if text[0] == "[":
+        cure = f'quote the words in it, as in ["a #b", "c"]; {cure}'
     if len(text) < 60:
-        cure += f": {shlex.quote(f'{key}={json.dumps(text, ensure_ascii=False)}')}"
+        quoted = json.dumps(text, ensure_ascii=False)
+        cure += f": {shlex.quote(_one_line(f'{key}={quoted}'))}"
     try:
         value = parse(text, origin)
     except ConfigError as error:
@@ -259,9 +267,11 @@ def _read_yaml(text: str, key: str) -> Any:
     gaps = [text[a.end_mark.index : b.start_mark.index] for a, b in pairwise(tokens)]
     # `"a": b` begins like a quoted text, and is a mapping
     alone = getattr(node, "flow_style", True) and node.end_mark.index == len(text)
-    if not alone or any("#" in gap for gap in gaps):
+    named = any(isinstance(token, yaml.AnchorToken) for token in tokens)
+    if not alone or named or any("#" in gap for gap in gaps):
         raise ConfigError(
-            f"{origin}: a comment, or anything after the first value, would not be read; {cure}"
+            f"{origin}: a comment, a name after &, or anything after the first value would be left "
+            f"out; {cure}"
         )
     return value
 
@@ -272,7 +282,7 @@ def parse(text: str, origin: str) -> Any:
         value = yaml.load(text, _Loader)
     except RecursionError:
         raise ConfigError(f"{origin}: nested too deep") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a tag such as !!float before text
+    except UNREADABLE as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{origin}, line {mark.line + 1}" if mark and "\n" in text else origin
         raise ConfigError(f"{where}: {_problem(error)}") from None

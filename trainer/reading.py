@@ -41,7 +41,7 @@ def open_run(
     run: str | Path, overrides: Sequence[str] = (), command: Mapping[str, Any] | None = None
 ) -> OpenRun:
     """Open a run's newest checkpoint, or the one that `run` is, on the mesh of its config, or of
-    the overrides. command: what else several processes must have in common.
+    the overrides; with checkpoint.fallback the newest that is not damaged. command: what else several processes must have in common.
 
     Raises ValueError for another model, and where `run` holds no checkpoint.
     """
@@ -56,9 +56,11 @@ def open_run(
     prepare_devices(config.device)
     check_same_config(config, command)
     layout = lay_out(config)
-    tokenizer = read_tokenizer(on_first(lambda: newest_tokenizer_text(path)), str(path))
-    _, restored = restore(path, eval_part(model_order_shapes(config, layout)))
+    fallback = config.checkpoint.fallback
+    text = on_first(lambda: newest_tokenizer_text(path, fallback=fallback))
+    target = eval_part(model_order_shapes(config, layout))
+    _, restored = restore(path, target, fallback=fallback)
     router_bias = restored.pop("router_bias", None)
     (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
     params = in_stage_order(params, sharded_shapes(config, layout).params, config)
-    return OpenRun(config, layout, tokenizer, params, router_bias)
+    return OpenRun(config, layout, read_tokenizer(text, str(path)), params, router_bias)

@@ -150,9 +150,8 @@ def test_a_run_folder_is_no_config(command, calls, tmp_path, monkeypatch, capsys
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "config.yaml").write_text("base: tiny\n")
     assert main([command, "runs/x"]) == 2
-    written = tmp_path / "runs" / "x" / "config.yaml"
     assert capsys.readouterr().err == (
-        f"meshwright: runs/x: is a folder of a run, no config; write {written}, and "
+        "meshwright: runs/x: is a folder of a run, no config; write runs/x/config.yaml, and "
         "checkpoint.resume=auto to go on training it\n"
     )
     assert calls.list == []

@@ -125,3 +125,11 @@ def test_without_any_home_the_user_is_told_what_to_set():
     said, started = run(code).splitlines()
     assert said.startswith("HOME is not set and the system knows no home folder of this user: set")
     assert started == "started"
+
+
+def test_fewer_devices_than_stated_say_how_to_simulate_them():
+    lines = run("prepare(cpu_devices=2, count=4)")
+    assert lines == (
+        "device.count=4, but JAX finds 2 device(s) in 1 process(es); device.cpu_devices=4 "
+        "simulates 4 in one process, and meshwright plan with --target needs none\n"
+    )

@@ -4,6 +4,7 @@ seed, the prompt's number and the position alone."""
 from __future__ import annotations
 
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -248,3 +249,13 @@ def test_what_is_no_run_or_no_prompt_is_one_line_and_2(run, tmp_path, capsys):
         with pytest.raises(SystemExit) as caught:
             cli.main(["generate", str(run.folder), *words])
         assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("run", ["gs://bucket/run", Path("gs://bucket/run")])
+def test_a_url_is_no_run(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^gs:/+bucket/run: URLs are not built yet; write a local"
+    ):
+        generate_run(run, ["a"])
+    assert not list(tmp_path.iterdir())

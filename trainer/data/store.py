@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ...sharding.config import STRICT
+from ...sharding.keys import STRICT
 from ..cache import cache_folder
 from ..config import Config, DataConfig
 from .entropy import bigram_entropy, unigram_entropy

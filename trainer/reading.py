@@ -41,7 +41,8 @@ def open_run(
     run: str | Path, overrides: Sequence[str] = (), command: Mapping[str, Any] | None = None
 ) -> OpenRun:
     """Open a run's newest checkpoint, or the one that `run` is, on the mesh of its config, or of
-    the overrides; with checkpoint.fallback the newest that is not damaged. command: what else several processes must have in common.
+    the overrides; with checkpoint.fallback the newest that is not damaged. command: what else
+    several processes must have in common.
 
     Raises ValueError for another model, and where `run` holds no checkpoint.
     """

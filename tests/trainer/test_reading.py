@@ -211,6 +211,7 @@ def test_a_damaged_tokenizer_is_named_and_an_older_one_taken(copy):
             generate_run(copy, ["alpha"], tokens=1)
         assert str(caught.value).startswith(f"{file} is damaged or missing; checkpoint.fallback")
     assert generate_run(copy, ["alpha"], ["checkpoint.fallback=true"], tokens=1)
+    file.write_text(good)
     shutil.rmtree(copy / "checkpoints" / "6" / "state" / "d")
     with pytest.raises(DamagedError, match=r"checkpoints/6 .*checkpoint\.fallback=true"):
         evaluate_run(copy)

@@ -5,6 +5,13 @@ Routers of Switch (top-1, arXiv 2101.03961), GShard (top-2, 2006.16668), Mixtral
 DeepSeek-V3 (sigmoid scores, groups of experts, a bias instead of a loss: 2412.19437, 2408.15664).
 Padding chooses no expert, so it takes no capacity and enters no statistics. Shapes: B sequences, S
 tokens of this device's part of them, E experts, k choices of a token.
+
+Choices are compared on a grid. Two layouts round a score differently, by about 1e-7 of it for each
+sum on the way, so numbers that are equal by mathematics (those of repeated tokens, of experts that
+are alike) would be ordered by chance. Scores are compared to CHOICE_BITS, claims on an expert's
+room to CLAIM_BITS, and what is equal goes by number: lower groups and experts first; first choices
+before second ones, then earlier tokens before later ones. Gates keep their full precision. No grid
+makes a choice continuous: equal values that lie on a boundary of the grid may still part.
 """
 
 from __future__ import annotations
@@ -20,6 +27,17 @@ from jax.ad_checkpoint import checkpoint_name
 from ..sharding.collectives import all_reduce, axis_index
 from ..sharding.layout import Layout
 from .config import ROUTE, ModelConfig
+
+CHOICE_BITS = 12
+"""Bits after the first of a score, where experts and groups are chosen: steps of 2.4e-4 of it at
+most, so one of model.balance_bias=0.001 counts, and a group's worth, the sum of two, is exact.
+"""
+
+CLAIM_BITS = 6
+"""Bits after the first of a claim: steps of 1.6% of it at most. All tokens of a routing group are
+compared with each other, so equal claims are common and must lie on a boundary seldom, while claims
+that are nearly equal may as well go by position.
+"""
 
 
 class Route(NamedTuple):
@@ -55,7 +73,7 @@ def route(
     choosing = lax.stop_gradient(scores)
     if bias is not None:
         choosing = choosing + bias[None, None]
-    # equal scores: the expert with the lower number
+    choosing = _on_grid(choosing, CHOICE_BITS)
     best = lax.top_k(_of_best_groups(choosing, config), config.experts_per_token)[1]
     best = checkpoint_name(best, ROUTE)
 
@@ -64,15 +82,20 @@ def route(
         gates = gates / jnp.maximum(jnp.sum(gates, axis=-1, keepdims=True), 1e-20)
     chosen = experts = jnp.where(real[..., None], best, config.experts)
     if chance is not None:
-        left_out = chance >= 2 * lax.stop_gradient(gates[..., 1])
+        left_out = checkpoint_name(chance >= 2 * lax.stop_gradient(gates[..., 1]), ROUTE)
         second = jnp.where(left_out, config.experts, experts[..., 1])
         experts = jnp.stack([experts[..., 0], second], axis=-1)
     dropped = jnp.zeros((), jnp.int32)
     if config.slots is not None:
-        void = ~_fits(experts, lax.stop_gradient(claims), config)
+        void = checkpoint_name(~_fits(experts, lax.stop_gradient(claims), config), ROUTE)
         dropped = jnp.sum(void & (experts < config.experts))
         experts = jnp.where(void, config.experts, experts)
     return Route(experts, gates * config.gate_scale, chosen, dropped, shares)
+
+
+def _on_grid(a: jax.Array, bits: int) -> jax.Array:
+    """The nearest number with so many bits after its first."""
+    return lax.reduce_precision(a, exponent_bits=8, mantissa_bits=bits)
 
 
 def _of_best_groups(scores: jax.Array, config: ModelConfig) -> jax.Array:
@@ -91,7 +114,8 @@ def _of_best_groups(scores: jax.Array, config: ModelConfig) -> jax.Array:
 
 def _fits(experts: jax.Array, claims: jax.Array, config: ModelConfig) -> jax.Array:
     """[B, S, k]: whether a choice is among the first `slots` of its expert's in its routing group.
-    What is dropped so depends on the group alone, which no mesh cuts.
+    What is dropped so depends on the group alone, which no mesh cuts. claims [B, S, k]: who comes
+    first, by model.overflow=probability.
     """
     assert config.slots is not None and config.routing_group is not None
     size, width = config.routing_group, experts.shape[-1]
@@ -99,7 +123,7 @@ def _fits(experts: jax.Array, claims: jax.Array, config: ModelConfig) -> jax.Arr
     def by_group(a: jax.Array) -> jax.Array:  # [B, S, k] -> [groups, k·tokens], first choices first
         return a.reshape(-1, size, width).swapaxes(1, 2).reshape(-1, width * size)
 
-    queue, claims = by_group(experts), by_group(-claims)
+    queue, claims = by_group(experts), by_group(-_on_grid(claims, CLAIM_BITS))
     if config.overflow == "position":
         claims = jnp.zeros_like(claims)
     number = lax.broadcasted_iota(jnp.int32, queue.shape, 1)

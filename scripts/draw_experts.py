@@ -11,8 +11,6 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib
-
 from meshwright import load
 from meshwright.trainer.metrics import lines_until, plot_expert_load
 
@@ -22,7 +20,6 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("picture", type=Path, nargs="?", help="default: experts.png in the folder")
     options = parser.parse_args()
-    matplotlib.use("Agg")
     path = options.picture or options.run / "experts.png"
     try:
         history, _ = lines_until(options.run / "metrics.jsonl", math.inf)

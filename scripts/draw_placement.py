@@ -9,12 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib import pyplot
 
 from meshwright import load, simulate_devices
 from meshwright.sharding.context import causal_pairs, token_at
+from meshwright.sharding.pictures import empty_figure
 from meshwright.trainer.state import lay_out
 
 DEVICES, TOKENS = 4, 64
@@ -31,17 +30,16 @@ def draw(mode: str, path: Path) -> None:
     hidden = np.arange(TOKENS)[:, None] < np.arange(TOKENS)[None, :]
     owner = np.ma.array(np.repeat(device[:, None], TOKENS, axis=1), mask=hidden)
 
-    figure, axes = pyplot.subplots(figsize=(4.2, 4.2), layout="constrained")
+    figure = empty_figure(figsize=(4.2, 4.2), layout="constrained")
+    axes = figure.add_subplot()
     axes.imshow(owner, cmap="tab10", vmin=0, vmax=9, interpolation="nearest")
     work = causal_pairs(TOKENS, layout)
     shares = " · ".join(f"{share:.0%}" for share in work / work.sum())
     axes.set(title=f"{mode}: {shares}", xlabel="key", ylabel="query")
     figure.savefig(path / f"{mode}.png", dpi=90)
-    pyplot.close(figure)
 
 
 def main() -> int:
-    matplotlib.use("Agg")
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     simulate_devices(DEVICES)

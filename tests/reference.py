@@ -103,12 +103,16 @@ def moe(p, x, rows, model, pieces):
     count, real = model.experts, rows.segments >= 0
     z = jnp.einsum("bsd,de->bse", x, p.router[...])
     score = jax.nn.softmax(z) if model.router_scores == "softmax" else jax.nn.sigmoid(z)
-    allowed = score
+    allowed = to_bits(score, 12)
     if model.groups_per_token:
-        parts = jnp.stack(jnp.split(score, model.expert_groups, axis=-1), axis=-2)
+        parts = jnp.stack(jnp.split(allowed, model.expert_groups, axis=-1), axis=-2)
         worth = jnp.sort(parts, axis=-1)[..., -2:].sum(-1)
-        better = (worth[..., None, :] > worth[..., :, None]).sum(-1)
-        allowed = jnp.where((better < model.groups_per_token)[..., None], parts, 0.0)
+        place = jnp.arange(model.expert_groups)
+        same = worth[..., None, :] == worth[..., :, None]
+        better = worth[..., None, :] > worth[..., :, None]
+        better |= same & (place[None, :] < place[:, None])[None, None]
+        chosen = better.sum(-1) < model.groups_per_token
+        allowed = jnp.where(chosen[..., None], parts, 0.0)
         allowed = allowed.reshape(score.shape)
     best = jnp.argsort(-allowed, axis=-1)[..., : model.experts_per_token]
     choice = (best[..., None] == jnp.arange(count)[None, None, None]) & real[..., None, None]
@@ -150,8 +154,16 @@ def fits(choice, gate, model):
     place = jnp.arange(width * size)
     first = jnp.broadcast_to((place[:, None] > place[None])[None], (len(one), *place.shape * 2))
     if model.overflow == "probability":
-        first = claim[:, None, :] > claim[:, :, None]
+        claim = to_bits(claim, 6)
+        same = claim[:, None, :] == claim[:, :, None]
+        first = (claim[:, None, :] > claim[:, :, None]) | (same & first)
     before = jnp.einsum("gnm,gme->gne", first.astype(gate.dtype), one.astype(gate.dtype))
     one = one & (before < slots)
     one = one.reshape(-1, width, size, model.experts).swapaxes(1, 2)
     return one.reshape(choice.shape)
+
+
+def to_bits(a, bits):
+    """The nearest number with so many bits after its first: on this grid choices are compared."""
+    fraction, exponent = jnp.frexp(jax.lax.stop_gradient(a))
+    return jnp.ldexp(jnp.round(jnp.ldexp(fraction, bits + 1)), exponent - bits - 1)

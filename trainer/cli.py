@@ -1,8 +1,8 @@
 """The `meshwright` command. A config is checked before JAX is imported: mistakes answer at once.
 
-Exit codes: 0 done; 2 the config or the input is wrong; 75 stopped by SIGTERM or Ctrl-C after a
-committed checkpoint; 1 anything else: `verify` found a mismatch, the run cannot go on, the disk
-refuses (one line on stderr), or a bug (with its traceback).
+Exit codes: 0 done; 2 the config or the input is wrong; 75 stopped by SIGTERM, SIGHUP or Ctrl-C
+after a committed checkpoint; 1 anything else: `verify` found a mismatch, the run cannot go on, the
+disk or stdout refuses (one line on stderr), or a bug (with its traceback).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,19 +24,29 @@ from ..sharding.pipeline.schedules import NAMES, UNIFORM
 from .config import Config, DeviceConfig
 from .load import ConfigError, check_text, describe, load, presets, schema
 from .sampling import Sampling
+from .streams import open_streams
 
 STOPPED = 75
 """The exit code of a run that was stopped and has saved: EX_TEMPFAIL, start it again."""
 
 
 def run() -> NoReturn:
-    """The console script: one command, then the end of the process."""
+    """The console script: one command, then the end of the process.
+
+    What `train` prints is beside its work, so no stream may end it. Of the other commands it is the
+    work itself: where stdout refuses, but for a reader that went away, the exit code is 1.
+    """
+    stdout = open_streams()
     try:
         code = main()
+    except SystemExit as end:  # argparse has said all
+        code = int(end.code or 0)
     except Exception:  # a bug
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
+    if stdout.error is not None and sys.argv[1:2] != ["train"]:
+        code = _fail(f"standard output: {stdout.error}", 1)
     if "jax" in sys.modules:
         from .processes import end_processes
 
@@ -68,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(reason: object, code: int) -> int:
-    print(f"meshwright: {reason}", file=sys.stderr)
+    # one line, though the name of a file may hold several, or move a terminal's cursor
+    line = re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], str(reason))
+    print(f"meshwright: {line}", file=sys.stderr)
     return code
 
 

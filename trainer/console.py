@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .stop import Stopped
 
 
 class Reporter:
@@ -34,12 +38,34 @@ class Reporter:
             self.say(f"step {metrics['step']}  {loss}  {rate}  {norm}")
 
 
+def is_terminal() -> bool:
+    """Whether stdout is a terminal that can move its cursor."""
+    isatty = getattr(sys.stdout, "isatty", bool)  # there may be no stdout
+    return isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+@contextmanager
+def decoration(what: str, say: Callable[[str], None], *, but: type[Exception] = Stopped):
+    """Whatever fails in the body becomes a line that is said, for a run does not depend on it;
+    Stopped, and errors like `but`, pass.
+    """
+    try:
+        yield
+    except (Stopped, but):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        say(f"{'note':<12}no {what}: {type(error).__name__}: {reason}")
+
+
 @contextmanager
 def report_steps(steps: int, every: int, *, quiet: bool = False) -> Iterator[Reporter]:
     """A bar of `steps` updates while open; on no terminal a line every `every` updates instead;
     nothing where `quiet`.
     """
-    console = Console(quiet=quiet)
+    terminal = is_terminal()
+    # not by FORCE_COLOR and its like: a file of lines is to hold lines
+    console = Console(quiet=quiet, force_terminal=terminal, force_interactive=terminal)
     progress = Progress(
         TextColumn("training"),
         BarColumn(),

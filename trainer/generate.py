@@ -30,7 +30,7 @@ from .data.tokenizer import Tokenizer
 from .placement import without_stages
 from .precision import DTYPES
 from .reading import open_run
-from .sampling import Sampling
+from .sampling import Sampling, check_prompts
 
 PIECE = 128
 """Tokens that prefill feeds at once; T is a multiple of it."""
@@ -55,6 +55,7 @@ def generate_run(
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if isinstance(prompts, str):
         raise ValueError("prompts: write a list of texts, as in ['def ']")
+    check_prompts(prompts)
     opened = open_run(run, overrides, {"prompts": list(prompts)} | asdict(sampling))
     arguments = opened.params, opened.config, opened.layout, opened.tokenizer, prompts, sampling
     return generate_texts(*arguments, router_bias=opened.router_bias)

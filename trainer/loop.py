@@ -22,7 +22,7 @@ from ..models.position import position_number
 from ..sharding.layout import Layout
 from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
 from .config import Config
-from .console import Reporter, report_steps
+from .console import Reporter, decoration, report_steps
 from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
 from .data.store import Store, build_store, documents_of, open_data
 from .data.tokenizer import Tokenizer, read_tokenizer
@@ -109,7 +109,7 @@ def train(config: Config) -> Result:
     """Train `config` to its end and evaluate it; checkpoint.resume says whether an existing run
     goes on.
 
-    SIGTERM and Ctrl-C end the run early: it saves a checkpoint and raises Stopped.
+    SIGTERM, SIGHUP and Ctrl-C end the run early: it saves a checkpoint and raises Stopped.
 
     Raises ValueError where config, devices, data or folder are not usable, before any compilation;
     RunError when too many attempts in a row were not finite, CheckpointError when the disk refuses
@@ -122,10 +122,12 @@ def train(config: Config) -> Result:
         pictures: dict[str, Callable[[Path], Any]] = {"loss.png": result.plot}
         if config.model.experts is not None:
             pictures["experts.png"] = result.plot_experts
-        if is_first():
-            for name, draw in pictures.items():
+        drawn = []
+        for name, draw in pictures.items() if is_first() else ():
+            with decoration(name, run.reporter.say):
                 draw(run.folder / name)
-        *files, last = "checkpoint", "metrics.jsonl", *pictures
+                drawn.append(name)
+        *files, last = "checkpoint", "metrics.jsonl", *drawn
         run.reporter.say(f"done: {', '.join(files)} and {last} are in {run.folder}")
     return result
 
@@ -304,15 +306,19 @@ def run_to_end(run: Run, state: State) -> State:
 
 
 def show_sample(run: Run, state: State) -> None:
-    """Print what the model makes of log.sample. Raises Stopped as `compile_train_step` does."""
+    """Print what the model makes of log.sample, or why it makes nothing. Raises Stopped as
+    `compile_train_step` does; of several processes, what JAX says where another is lost.
+    """
     if (prompt := run.config.log.sample) is None:
         return
     run.phase(None)  # it is compiled first
     tokenizer, sampling = run.store.tokenizer, Sampling(seed=run.config.run.seed)
     arguments = eval_params(state), run.config, run.layout, tokenizer, [prompt], sampling
     bias = state.router_bias
-    texts = run.wait(in_background(lambda: generate_texts(*arguments, router_bias=bias)))
-    run.reporter.say(f"sample      {prompt}{texts[0]}")
+    lost = jax.errors.JaxRuntimeError if jax.process_count() > 1 else Stopped
+    with decoration("sample", run.reporter.say, but=lost):
+        texts = run.wait(in_background(lambda: generate_texts(*arguments, router_bias=bias)))
+        run.reporter.say(f"sample      {prompt}{texts[0]}")
 
 
 def wait_for_checkpoint(run: Run) -> None:

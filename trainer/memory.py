@@ -21,7 +21,7 @@ from ..models.dropout import Dropout, row_keys
 from ..models.transformer import Transformer, blocks, embed, stacks
 from ..sharding.layout import Layout, specs
 from .config import Config
-from .plan import DoesNotFitError, compile_step
+from .plan import DoesNotFitError, compile_step, in_columns, say_compiling
 from .precision import DTYPES
 from .state import abstract_state, lay_out
 from .step import step_shapes
@@ -49,6 +49,9 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
     Compiles the step once for each.
     """
     layout = lay_out(config, devices)
+    say_compiling(
+        f"the step {len(POLICIES)} times, once for each policy,", list(layout.mesh.devices.flat)
+    )
     layers = held_layers(config)
     configs = [
         config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
@@ -80,8 +83,10 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
         [
             f"bytes per device of {mesh or 'one device'}, one of {config.train.microbatches} "
             f"micro-batch(es); remat {own}",
-            f"{'':24}" + "".join(f"{policy:>16}" for policy in POLICIES),
-            *(f"{name:24}" + "".join(f"{cell:>16}" for cell in row) for name, row in cells.items()),
+            *in_columns(
+                [["", *POLICIES], *([name, *row] for name, row in cells.items())],
+                (24, 16, 16, 16, 16),
+            ),
         ]
     )
 

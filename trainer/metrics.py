@@ -6,11 +6,14 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from ..sharding.pictures import empty_figure
 
 
 @contextmanager
@@ -116,7 +119,7 @@ def lines_until(
             try:
                 values = json.loads(line)
                 beyond = values["step"] > step or values.get("position", 0) > position
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(
                     f"{path}, line {number}: not an object with a step; the file is damaged, "
                     f"delete the lines from there on"
@@ -157,9 +160,9 @@ def plot_expert_load(history: Iterable[dict[str, Any]], first: int = 0, path: Pa
     lines = [line for line in history if "expert_load" in line]
     if not lines:
         raise ValueError("no expert_load in metrics.jsonl: a run of a model with experts logs it")
+    figure, axes = _picture("choices of the most chosen expert / mean")
     from matplotlib import colormaps
 
-    figure, axes = _picture("choices of the most chosen expert / mean")
     colours = colormaps["viridis"]
     layers = list(zip(*(line["expert_load"] for line in lines), strict=True))
     for layer, loads in enumerate(layers):
@@ -173,10 +176,8 @@ def plot_expert_load(history: Iterable[dict[str, Any]], first: int = 0, path: Pa
 
 def _picture(quantity: str):
     """An empty figure of a quantity over updates, and its axes."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    pyplot.close(figure)  # a notebook shows what is returned; it need not show it twice
+    figure = empty_figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
     axes.set(xlabel="updates", ylabel=quantity)
     return figure, axes
 
@@ -187,4 +188,11 @@ def _finished(figure: Any, path: Path | None):
     axes.grid(alpha=0.3)
     if path is not None:
         figure.savefig(path, dpi=120)
+    elif "IPython" in sys.modules:
+        # a notebook shows the figure that a cell returns once its backend is loaded; pyplot does it
+        # for its first figure, where it can
+        with suppress(Exception):
+            from matplotlib import pyplot
+
+            pyplot.close(pyplot.figure())
     return figure

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
     here, and read it. Raises DoesNotFitError where the compiler refuses for lack of memory.
     """
     layout = lay_out(config, devices)
+    say_compiling("the step", list(layout.mesh.devices.flat))
     lowered, compiled = compile_step(config, layout)
     # CPU sends bf16 as f32, in place of devices that would not
     asked = lowered.as_text(debug_info=True) if devices[0].platform == "cpu" else None
@@ -118,6 +120,12 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
             None if limit is None else arguments + temporaries <= limit,
         ),
     )
+
+
+def say_compiling(what: str, devices: Sequence[Any]) -> None:
+    """A line on stderr: a compiler is silent for minutes, and stdout is for what was asked for."""
+    many = f"{len(devices)} × {devices[0].device_kind}"
+    print(f"meshwright: compiling {what} for {many}", file=sys.stderr, flush=True)
 
 
 def compile_step(config: Config, layout: Layout, options: Any = None) -> tuple[Any, Any]:
@@ -197,26 +205,21 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     devices = math.prod(plan.mesh.values())
     yield f"{plan.name}: {mesh}, zero {plan.zero}, on {devices} × {plan.device}"
     yield ""
-    yield f"{'bytes held by a device':<30}{'replicated':>16}{'sharded':>16}{'formula':>16}  over"
+    held_rows = [["bytes held by a device", "replicated", "sharded", "formula", "over"]]
     for held in plan.held:
-        yield (
-            f"{f'{held.what}, {held.role}':<30}{held.replicated:>16,}{held.sharded:>16,}"
-            f"{held.formula:>16,}  {' · '.join(held.axes)}"
-        )
+        figures = [f"{size:,}" for size in (held.replicated, held.sharded, held.formula)]
+        held_rows.append([f"{held.what}, {held.role}", *figures, " · ".join(held.axes)])
+    yield from in_columns(held_rows, (30, 16, 16, 16))
     yield ""
-    yield (
-        f"{'bytes sent by a device in a step':<36}{'times':>7}{'sent':>16}{'formula':>16}"
-        f"{'exposed':>16}  for"
-    )
+    rows = [["bytes sent by a device in a step", "times", "sent", "formula", "exposed", "for"]]
     for moved in plan.moved:
         axes = "no axes of the mesh" if moved.axes is None else " · ".join(moved.axes)
         name = f"{axes}: {moved.kind} {' '.join(moved.dtypes)}"
         times = f"{'≥' * moved.at_least}{moved.times:,}"
-        yield (
-            f"{name:<36}{times:>7}{moved.sent:>16,}{moved.formula:>16,}{moved.exposed:>16,}"
-            f"  {', '.join(moved.why)}"
-        )
-    yield f"{'unexplained':<36}{'':7}{plan.unexplained:>16,}"
+        figures = [f"{size:,}" for size in (moved.sent, moved.formula, moved.exposed)]
+        rows.append([name, times, *figures, ", ".join(moved.why)])
+    rows.append(["unexplained", "", f"{plan.unexplained:,}", "", "", ""])
+    yield from in_columns(rows, (36, 7, 16, 16, 16))
     if any(moved.at_least for moved in plan.moved):
         yield "≥: in loops whose length follows from data, each counted as one round"
     for line in plan.unknown:
@@ -234,3 +237,19 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield f"fits in {memory.limit:,}: {1 - total / memory.limit:.0%} is left"
     else:
         yield f"does not fit in {memory.limit:,}: {total - memory.limit:,} too many"
+
+
+def in_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
+    """Lines of a table: names on the left, figures in columns of at least these widths, wider where
+    a cell asks for it, and what may stand behind them as it is.
+    """
+    widths = [
+        max(width, *(len(row[column]) + (2 if column else 0) for row in rows))
+        for column, width in enumerate(widths)
+    ]
+    for row in rows:
+        name, *figures = (
+            f"{cell:>{width}}" if column else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        )
+        yield "  ".join(["".join([name, *figures]), *row[len(widths) :]]).rstrip()

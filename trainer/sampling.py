@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -41,3 +42,15 @@ class Sampling:
                     )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: write a number from 0 to {2**32 - 1}")
+
+
+def check_prompts(prompts: Iterable[str]) -> None:
+    """Raise ValueError, by its number, for a prompt that is no text: a shell may pass any bytes."""
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt {number}: the character at {error.start} is not UTF-8; write it as UTF-8 "
+                f"or leave it out"
+            ) from None

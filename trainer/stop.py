@@ -1,5 +1,5 @@
-"""Being asked to stop: SIGTERM and Ctrl-C become a request that the run answers between two steps,
-at an evaluation, or while it waits for data or the compiler.
+"""Being asked to stop: SIGTERM, SIGHUP and Ctrl-C become a request that the run answers between two
+steps, at an evaluation, or while it waits for data or the compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Stopped(Exception):
@@ -83,8 +83,9 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 @contextmanager
 def stop_on_signals(grace: float) -> Iterator[Stop]:
-    """A Stop that SIGTERM and Ctrl-C ask; `grace` seconds later the process ends, saved or not. A
-    second Ctrl-C ends it at once; in an interactive session it is a KeyboardInterrupt instead.
+    """A Stop that SIGTERM, SIGHUP and Ctrl-C ask; `grace` seconds later the process ends, saved or
+    not. A second Ctrl-C ends it at once; in an interactive session it is a KeyboardInterrupt
+    instead. A SIGHUP that is ignored, as `nohup` has it, stays so.
 
     Python runs signal handlers in its main thread, which may be in the compiler for minutes; so a
     thread of its own reads the signals from a pipe. Off the main thread no signal can be caught,
@@ -94,6 +95,8 @@ def stop_on_signals(grace: float) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    caught = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     interrupts = 0
 
@@ -124,7 +127,7 @@ def stop_on_signals(grace: float) -> Iterator[Stop]:
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
     previous_sender = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    previous = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    previous = {number: signal.signal(number, interrupt) for number in caught}
     try:
         yield stop
     finally:
@@ -144,9 +147,10 @@ def _end(why: str) -> None:
 
 def leave(code: int) -> NoReturn:
     """End the process without waiting for any thread."""
-    with suppress(OSError):
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # a progress bar hides the cursor
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if sys.stdout is not None and sys.stderr is not None:
+        with suppress(OSError):
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h")  # a progress bar hides the cursor
+            sys.stdout.flush()
+            sys.stderr.flush()
     os._exit(code)

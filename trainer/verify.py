@@ -28,6 +28,7 @@ from .data.loader import token_order
 from .device import prepare_devices
 from .load import override, read_value
 from .placement import in_model_order, in_stage_order, model_order_shapes
+from .plan import say_compiling
 from .processes import check_same_config
 from .state import init_params, lay_out, named_leaves, sharded_shapes
 from .step import shard_loss_and_grads
@@ -152,6 +153,7 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
 
 def print_comparisons(config: Config, layouts: Sequence[str]) -> bool:
     """A line for each layout as soon as it is compared; whether all are equal."""
+    say_compiling(f"the step of one device and of {len(layouts)} layout(s)", jax.devices())
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     console.print("relative differences from one device; the gradient's is that of its worst leaf")
     head = "loss", "metrics", "norm", "gradient"

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from ..pictures import empty_figure
 from .schedules import Schedule, write_slot
 from .simulate import Costs, Simulation, duration, published
 
@@ -83,13 +84,13 @@ def draw_schedule(schedule: Schedule, simulation: Simulation, costs: Costs, path
     """The Gantt chart in simulated time as a PNG: F blue, B orange, W green; numbers are micro-
     batches; chunks after the first are darker; a frame holds what is one slot.
     """
-    from matplotlib.figure import Figure
+    stages, makespan = schedule.stages, float(simulation.makespan)
+    figure = empty_figure(
+        figsize=(min(max(6.0, makespan * 0.3), 40.0), min(0.9 + 0.3 * stages, 200.0)),
+        layout="constrained",
+    )
     from matplotlib.patches import Patch
 
-    stages, makespan = schedule.stages, float(simulation.makespan)
-    figure = Figure(
-        figsize=(min(max(6.0, makespan * 0.3), 40.0), 0.9 + 0.3 * stages), layout="constrained"
-    )
     axes = figure.add_subplot()
     for run in simulation.runs:
         start = run.start
@@ -118,7 +119,11 @@ def draw_schedule(schedule: Schedule, simulation: Simulation, costs: Costs, path
     axes.set_title(title(schedule), fontsize=9, loc="left")
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _chart(schedule: Schedule) -> list[str]:

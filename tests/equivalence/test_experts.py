@@ -194,6 +194,53 @@ def test_a_dense_model_shares_no_experts_out():
     )
 
 
+BY_PROBABILITY = (
+    *("model.experts=16", "model.expert_groups=4", "model.groups_per_token=2"),
+    *("model.experts_per_token=3", "model.router_scores=sigmoid", "model.overflow=probability"),
+    *("model.capacity=1.25", "model.routing_group=16", "train.seq_len=32", "model.layers=4"),
+)
+
+
+def repeating_batch(config):
+    """Each row has two tokens of its own, again and again: claims that are all but equal."""
+    batch = synthetic_batch(config)
+    rows, tokens = batch.tokens.shape[1:]
+    own = 8 * np.arange(rows, dtype=np.int32)[:, None] + np.arange(tokens, dtype=np.int32) % 2
+    return replace(batch, tokens=own[None])
+
+
+@functools.cache
+def gradients_of_repeats(*layout):
+    config = make_config(*SMALL, *BY_PROBABILITY, *layout)
+    return layout_gradients(config, repeating_batch(config))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mesh.pipe=2 mesh.expert=2 mesh.tensor=2 remat.policy=full",
+        "mesh.fsdp=4 mesh.context=2 layout.experts=[context]",
+        "model.attention_block=4",
+    ],
+)
+def test_no_layout_drops_other_tokens_where_claims_are_equal(layout):
+    """Were claims compared to their last bit, a gradient would be off by a tenth."""
+    metrics, grads = gradients_of_repeats(*layout.split())
+    expected, expected_grads = gradients_of_repeats()
+    assert min(expected["dropped"]) > 0
+    np.testing.assert_array_equal(metrics["dropped"], expected["dropped"])
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
+
+
+def test_repeats_are_dropped_as_in_the_plain_model():
+    config = make_config(*SMALL, *BY_PROBABILITY)
+    metrics, grads = gradients_of_repeats()
+    expected, expected_grads = reference_loss_gradients(config, repeating_batch(config))
+    assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    assert_same_gradients(grads, expected_grads)
+
+
 def test_unlimited_capacity_equals_dropless():
     unlimited = ("model.capacity=8.0", "model.routing_group=4")
     metrics, grads = gradients(*MOE, *unlimited, "mesh.expert=2")

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.trainer import console
+from meshwright.trainer.stop import Stopped
 
 
 def metrics(step: int) -> dict:
@@ -27,8 +28,9 @@ def shown(monkeypatch):
 
     def show(*, terminal: bool, say: str = "", every: int = 4, done=0, quiet=False) -> str:
         file = io.StringIO()
-        settings = {"file": file, "force_terminal": terminal, "width": 100, "color_system": None}
-        monkeypatch.setattr(console, "Console", lambda quiet: Console(quiet=quiet, **settings))
+        settings = {"file": file, "width": 100, "color_system": None}
+        monkeypatch.setattr(console, "Console", lambda **asked: Console(**asked, **settings))
+        monkeypatch.setattr(console, "is_terminal", lambda: terminal)
         with console.report_steps(10, every, quiet=quiet) as reporter:
             reporter.begin(done)
             for step in range(done + 1, 11):
@@ -80,7 +82,8 @@ def test_what_is_said_stands_unchanged_on_one_line(shown, terminal):
 def test_the_bar_is_closed_when_a_step_fails(monkeypatch):
     """Else the terminal stays without a cursor."""
     file = io.StringIO()
-    monkeypatch.setattr(console, "Console", lambda quiet: Console(file=file, force_terminal=True))
+    monkeypatch.setattr(console, "Console", lambda **settings: Console(file=file, **settings))
+    monkeypatch.setattr(console, "is_terminal", lambda: True)
     with pytest.raises(KeyError), console.report_steps(10, 1) as reporter:
         reporter.step({"step": 1})
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
@@ -92,3 +95,50 @@ def test_what_is_said_keeps_its_colons(monkeypatch):
     with console.report_steps(1, 1) as reporter:
         reporter.say("run /tmp/a:on:b")
     assert file.getvalue() == "run /tmp/a:on:b\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+LOUD = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "bar"),
+    [
+        (io.StringIO(), LOUD, False),
+        (Terminal(), LOUD | {"TERM": "dumb"}, False),
+        (Terminal(), {"TERM": "xterm", "TTY_COMPATIBLE": "0", "TTY_INTERACTIVE": "0"}, True),
+    ],
+)
+def test_the_stream_alone_says_whether_it_is_a_terminal(file, environ, bar, monkeypatch):
+    """Not the variables by which other programs are made to colour a file."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", file)
+    with console.report_steps(10, 1) as reporter:
+        for step in range(1, 11):
+            reporter.step(metrics(step))
+    assert ("\x1b[" in file.getvalue()) == bar
+    assert ("step 10  loss" in file.getvalue()) == (not bar)
+
+
+def test_there_may_be_no_stdout(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert not console.is_terminal()
+
+
+def test_what_fails_in_a_decoration_is_one_line():
+    said = []
+    with console.decoration("loss.png", said.append):
+        raise OSError(28, "No space\nleft")
+    assert said == ["note        no loss.png: OSError: [Errno 28] No space left"]
+    with pytest.raises(Stopped), console.decoration("sample", said.append):
+        raise Stopped
+    with pytest.raises(KeyboardInterrupt), console.decoration("sample", said.append):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyError), console.decoration("sample", said.append, but=KeyError):
+        raise KeyError
+    assert len(said) == 1

@@ -244,6 +244,8 @@ def test_what_is_no_run_or_no_prompt_is_one_line_and_2(run, tmp_path, capsys):
     assert cli.main(["generate", str(run.folder), "--prompt", ""]) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("meshwright: prompt 1 is empty: ")
+    with pytest.raises(ValueError, match="^prompt 2: the character at 1 is not UTF-8; "):
+        generate_run(run.folder, ["a", "b\udcff"])
     assert error.count("\n") == 1
     for words in ([], ["--prompt", "a", "--tokens", "many"]):
         with pytest.raises(SystemExit) as caught:

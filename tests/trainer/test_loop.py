@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import jax
@@ -195,6 +196,25 @@ def test_a_run_is_told_as_it_goes(run):
     assert f"step 6: held-out loss {loss:.4f} nats per token over" in lines[-2]
     assert "unigram counts of the training split" in lines[-2]
     assert lines[-1] == f"done: checkpoint, metrics.jsonl and loss.png are in {run.folder}"
+
+
+def test_nothing_that_decorates_a_run_ends_it(run, tmp_path, monkeypatch, capsys):
+    """A picture that cannot be written, a sample that fails; the run has 6 of 7 updates."""
+    shutil.copytree(run.folder, tmp_path / "eight")
+    (tmp_path / "eight" / "loss.png").unlink()
+    (tmp_path / "eight" / "loss.png").mkdir()
+
+    def fail(*arguments, **settings):
+        raise UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
+
+    monkeypatch.setattr(loop, "generate_texts", fail)
+    more = "checkpoint.resume=auto", "train.steps=7", "log.sample=a", f"run.dir={tmp_path}"
+    result = train(override(run.config, *more))
+    assert result.history[-1]["step"] == 7
+    *_, sample, picture, done = capsys.readouterr().out.splitlines()
+    assert sample.startswith("note        no sample: UnicodeEncodeError: 'utf-8' codec can't")
+    assert picture.startswith("note        no loss.png: IsADirectoryError: [Errno 21]")
+    assert done == f"done: checkpoint and metrics.jsonl are in {result.folder}"
 
 
 def test_a_mesh_writes_the_lines_of_one_device(run, tmp_path, monkeypatch, capsys):

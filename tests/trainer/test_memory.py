@@ -130,9 +130,13 @@ def rows(table: str) -> dict[str, list[int]]:
     }
 
 
-def test_the_table_and_the_temporary_bytes_of_16_layers(small_config):
+def test_the_table_and_the_temporary_bytes_of_16_layers(small_config, capsys):
     config = override(small_config, "model.layers=16", "remat.policy=full", "remat.every=4")
     table = memory_table(config, jax.devices())
+    assert capsys.readouterr() == (
+        "",
+        "meshwright: compiling the step 4 times, once for each policy, for 8 × cpu\n",
+    )
     title, policies, *_ = table.splitlines()
     assert title.startswith("bytes per device of data=2 · fsdp=2 · tensor=2, ")
     assert title.endswith("remat policy=full, every=4")

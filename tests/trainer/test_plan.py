@@ -16,7 +16,7 @@ from meshwright.trainer import plan as plans
 from meshwright.trainer.cli import main
 from meshwright.trainer.load import load, override, to_yaml
 from meshwright.trainer.memory import memory_table
-from meshwright.trainer.plan import describe_plan, make_plan
+from meshwright.trainer.plan import describe_plan, in_columns, make_plan
 from meshwright.trainer.target import on_simulated_devices
 from runs import SMALL, first_devices, make_config
 
@@ -243,7 +243,9 @@ def test_the_command_prints_the_map_and_the_same_as_json(small_config, tmp_path,
     assert "data=2 · fsdp=2 · tensor=2, zero 3, on 8 × cpu" in text
     assert "not understood" not in text
     assert main(["plan", str(path), "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    plan = json.loads(captured.out)
+    assert captured.err == "meshwright: compiling the step for 8 × cpu\n"
     assert plan["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert plan["unexplained"] == 0
     assert plan["memory"]["fits"] is None
@@ -278,7 +280,8 @@ def test_what_the_compiler_refuses_is_one_line(small_config, tmp_path, capsys, m
     )
     path.write_text(to_yaml(small_config))
     assert main(["plan", str(path)]) == 1
-    assert capsys.readouterr().err == f"meshwright: {reason}\n"
+    compiling = "meshwright: compiling the step for 8 × cpu\n"
+    assert capsys.readouterr().err == f"{compiling}meshwright: {reason}\n"
     assert main(["plan", str(path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found == {"memory": {"fits": False}, "reason": reason}
@@ -344,3 +347,13 @@ def test_dropless_experts_send_one_round_a_layer_that_is_known_of():
     assert (row.axes, row.times, row.at_least) == (("expert",), 10 * layers, True)
     assert row.sent == row.formula == sent
     assert (plan.unexplained, plan.unknown) == (0, ())
+
+
+def test_columns_are_as_wide_as_their_cells():
+    rows = [["a", "times", "for"], ["a long name", "9,999,999,999", "x, y"], ["b", "", ""]]
+    assert list(in_columns(rows, (4, 9))) == [
+        "a                    times  for",
+        "a long name  9,999,999,999  x, y",
+        "b",
+    ]
+    assert list(in_columns([["a", "1"]], (4, 3))) == ["a     1"]

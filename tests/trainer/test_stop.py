@@ -65,16 +65,33 @@ def test_without_a_request_all_items_come():
     assert list(until_stopped(range(5), Agreement(lambda: False, 1))) == list(range(5))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_and_the_old_handlers_return(number):
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(each) for each in SIGNALS]
     with stop_on_signals(grace=60) as stop:
         assert not stop.asked()
         os.kill(os.getpid(), number)
         with pytest.raises(Stopped, match=number.name):
             stop.result(Future())
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
     assert "signals" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(grace=60) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(Stopped, match="SIGTERM"):
+                stop.result(Future())
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_off_the_main_thread_signals_stay_as_they_are():

@@ -52,7 +52,12 @@ def test_one_layout_beside_one_device(small_config, tmp_path, capsys):
     layouts = tmp_path / "layouts"
     layouts.write_text("# one\n\nmesh.fsdp=2  mesh.tensor=2 # and why\n", encoding="utf-8")
     assert main(["verify", str(config), "--layouts", str(layouts)]) == 0
-    *_, line, last = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert (
+        captured.err
+        == "meshwright: compiling the step of one device and of 1 layout(s) for 8 × cpu\n"
+    )
+    *_, line, last = captured.out.splitlines()
     assert line.startswith("equal ")
     assert line.endswith("mesh.fsdp=2  mesh.tensor=2")
     assert last == "1 of 1 layouts equal one device"

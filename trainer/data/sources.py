@@ -7,13 +7,16 @@ split.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import itertools
 import json
 import os
+import sys
 import sysconfig
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +80,8 @@ def source_files(config: DataConfig) -> list[SourceFile]:
     for pattern in config.paths:
         matches = _matches(pattern)
         if not matches:
-            hint = f", for a folder {pattern}/**/*" if os.path.isdir(pattern) else ""
+            folder = os.path.isdir(os.path.expanduser(pattern))
+            hint = f", for a folder {pattern.rstrip('/')}/**/*" if folder else ""
             raise ValueError(
                 f"data.paths=[{pattern}] matches no file; write a file or a glob{hint}"
             )
@@ -112,13 +116,86 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def _matches(pattern: str) -> list[SourceFile]:
-    """Files a path or glob matches, by name: the path below the last folder without a wildcard."""
+    """Files that a path or glob matches, by name: the path below the last folder that is meant
+    literally. What exists is meant literally, whatever characters it is written with: a path, and
+    else the longest beginning of a glob.
+    """
     pattern = os.path.expanduser(pattern)
-    root = Path(pattern).parent
-    while glob.has_magic(str(root)):
-        root = root.parent
-    found = [Path(match) for match in glob.glob(pattern, recursive=True)]
-    return sorted(SourceFile(p.relative_to(root).as_posix(), p) for p in found if p.is_file())
+    if os.path.basename(pattern) in ("", ".", ".."):
+        return []  # these are folders
+    path = Path(pattern)
+    if os.path.exists(path):
+        return [SourceFile(path.name, path)] if path.is_file() else []
+    root = next(parent for parent in path.parents if os.path.exists(parent))
+    *parts, last = path.relative_to(root).parts
+    if last == "**":  # any file below
+        parts, last = [*parts, "**"], "*"
+    folders = [root]
+    for part in parts:
+        if part == "**":
+            folders = _below(folders, root)
+        else:
+            folders = [each for each in _matching(folders, part) if os.path.isdir(each)]
+    found = {each for each in _matching(folders, last) if os.path.isfile(each)}
+    return sorted(SourceFile(each.relative_to(root).as_posix(), each) for each in found)
+
+
+def _matching(folders: Iterable[Path], part: str) -> Iterator[Path]:
+    """What a part of a glob other than ** matches in the folders, by the rules of Python's glob:
+    hidden names only where the part begins with a dot as well.
+    """
+    for folder in folders:
+        names = [part]
+        if glob.has_magic(part):
+            names = fnmatch.filter((entry.name for entry in _entries(folder)), part)
+        for name in names:
+            if part.startswith(".") or not name.startswith("."):
+                yield folder / name
+
+
+def _below(starts: Iterable[Path], root: Path) -> list[Path]:
+    """The folders that ** matches: `starts`, which lie below `root`, and those below them that are
+    not hidden, each once, whatever number of links lead to it.
+
+    A link is followed after all folders that can be reached without one, so that the name of a
+    document does not depend on the order of the walk; none is to a folder above its own place.
+    """
+    found: dict[tuple[int, int], Path] = {}
+    real_root = root.resolve()
+    starts = [start for start in starts if start == root or not _leads_up(start)]
+    waiting = deque(sorted(starts, key=lambda p: p.resolve() != real_root / p.relative_to(root)))
+    while waiting:
+        folders, links = [waiting.popleft()], []
+        while folders:
+            folder = folders.pop()
+            status = os.stat(folder)
+            if found.setdefault((status.st_dev, status.st_ino), folder) is not folder:
+                continue
+            for entry in _entries(folder):
+                if not entry.name.startswith("."):
+                    if entry.is_symlink() and os.path.isdir(entry):
+                        links.append(folder / entry.name)
+                    elif entry.is_dir(follow_symlinks=False):
+                        folders.append(folder / entry.name)
+        waiting.extend(link for link in sorted(links) if not _leads_up(link))
+    return list(found.values())
+
+
+def _leads_up(link: Path) -> bool:
+    """Whether a link is to a folder above it, on the way that led here or on the disk."""
+    target = link.resolve()
+    return os.path.islink(link) and any(
+        folder.resolve().is_relative_to(target) for folder in link.parents
+    )
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name; nothing where it may not be read, as for Python's glob."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return []
 
 
 def _json_lines(file: SourceFile, key: str) -> Iterator[Document]:
@@ -140,6 +217,11 @@ def _json_text(line: str, key: str, place: str) -> str:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: JSON that is nested too deep to be read") from error
+    except ValueError as error:  # Python limits the digits that it turns into an integer
+        limit = sys.get_int_max_str_digits()
+        raise ValueError(f"{place}: a number of more than {limit:,} digits") from error
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
         found = f"keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
         raise ValueError(f"{place}: no string under data.field={key} (found {found})")

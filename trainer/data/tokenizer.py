@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 
+LONGEST_PIECE = 256
+"""Most bytes of text in which BPE looks for merges. Text falls into pieces at blanks and where
+letters, digits and other characters meet; the longest in Python's standard library has 96 bytes.
+"""
+
 
 class Tokenizer(Protocol):
     """kind: as in data.tokenizer. text: of its tokenizer.json."""
@@ -87,12 +92,18 @@ class BpeTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Byte-level BPE with at most `vocab_size` ids; fewer where the texts give no more merges."""
+    """Byte-level BPE with at most `vocab_size` ids; fewer where the texts give no more merges.
+
+    Pieces longer than LONGEST_PIECE are cut, here and when the tokenizer encodes: the time that a
+    merge takes grows with the square of a piece's length, and a text without blanks may be one.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     assert vocab_size > 256, "every byte, and end-of-text"
     model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bounded = pre_tokenizers.FixedLength(length=LONGEST_PIECE)
+    model.pre_tokenizer = pre_tokenizers.Sequence([pieces, bounded])
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

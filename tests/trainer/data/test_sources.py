@@ -1,11 +1,23 @@
+import glob
 import json
+import os
+import random
 import shutil
 import sysconfig
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.trainer.config import DataConfig
-from meshwright.trainer.data.sources import documents, fingerprint, is_held_out, split_texts
+from meshwright.trainer.data.sources import (
+    documents,
+    fingerprint,
+    is_held_out,
+    source_files,
+    split_texts,
+)
 
 
 def text(*paths, **settings):
@@ -129,6 +141,8 @@ def test_undecodable_bytes_name_file_and_offset(tmp_path):
         ('{"text": 3}', r"line 2: no string under data\.field=text \(found keys text\)"),
         ('["text"]', r"line 2: no string under data\.field=text \(found list\)"),
         (r'{"text": "\ud800"}', r"line 2: data\.field=text holds half a surrogate pair"),
+        ('{"text": "x", "n": ' + "9" * 5000 + "}", "line 2: a number of more than 4,300 digits$"),
+        ("[" * 200_000, "line 2: JSON that is nested too deep to be read$"),
     ],
 )
 def test_bad_json_lines_name_file_and_line(tmp_path, line, message):
@@ -146,3 +160,99 @@ def test_a_single_document_is_split_by_position(tmp_path):
     assert [side for side, _ in sides] == ["train", "heldout"]
     assert [len(part) for _, part in sides] == [80, 20]
     assert "".join(part for _, part in sides) == path.read_text()
+
+
+def write(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name!r}")
+
+
+def found(*paths, **settings):
+    return [file.name for file in source_files(text(*paths, **settings))]
+
+
+def test_what_exists_is_meant_literally(tmp_path):
+    """A path, and the beginning of a glob."""
+    write(tmp_path, "f[v2].txt", "fv.txt", "what?.txt", "whats.txt", "*.txt", "data[1]/a.txt")
+    write(tmp_path, "data1/b.txt", "data[1]/x[2]/c.txt", "data[1]/x2/d.txt")
+    assert found(tmp_path / "f[v2].txt") == ["f[v2].txt"]
+    assert found(tmp_path / "what?.txt") == ["what?.txt"]
+    assert found(tmp_path / "*.txt") == ["*.txt"]
+    assert found(tmp_path / "data[1]/*.txt") == ["a.txt"]
+    assert found(tmp_path / "data[1]/**/*.txt") == ["a.txt", "x2/d.txt", "x[2]/c.txt"]
+    assert found(tmp_path / "data[1]/x[2]/*") == ["c.txt"]
+    (tmp_path / "f[v2].txt").unlink()
+    assert found(tmp_path / "f[v2].txt") == ["fv.txt"]
+    with pytest.raises(ValueError, match=r"for a folder .*data\[1\]/\*\*/\*$"):
+        found(f"{tmp_path}/data[1]/")
+
+
+def test_any_name_of_a_file_system_is_a_name(tmp_path):
+    odd = ["a b.txt", "l\nn.txt", "[.txt", "].txt", "q?.txt", os.fsdecode(b"\xff\xe9.txt")]
+    write(tmp_path, *odd, *(f"{os.fsdecode(bytes([0xFE]))}/{name}" for name in odd))
+    assert found(*(tmp_path / name for name in odd)) == odd
+    everything = found(tmp_path / "**" / "*.txt")
+    assert sorted(odd) == [name for name in everything if "/" not in name]
+    assert len(everything) == 12
+    config = text(tmp_path / "**" / "*.txt")
+    assert [document.name for document in documents(config)] == everything
+    assert len(fingerprint(config)) == 64
+
+
+NAMES = ["a", "b", ".h", "c.txt", "d.txt", "x[1]", "y?", "n\nl", "é.txt"]
+PARTS = ["*", "**", "a", "b", "*.txt", ".h", ".*", "?", "[ab]", "x*", "c.txt", "*[*", "[!a]*"]
+
+
+@given(st.randoms(use_true_random=False), st.lists(st.sampled_from(PARTS), min_size=1, max_size=4))
+def test_a_glob_matches_what_python_s_does(tmp_path_factory, choose: random.Random, parts):
+    """On trees without links, where no wildcard is itself the name of something."""
+    root = tmp_path_factory.mktemp("tree")
+
+    def grow(folder: Path, depth: int) -> None:
+        for name in choose.sample(NAMES, choose.randint(1, 5)):
+            if depth and choose.random() < 0.6:
+                (folder / name).mkdir()
+                grow(folder / name, depth - 1)
+            else:
+                (folder / name).write_text("x")
+
+    grow(root, 3)
+    start = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    fixed, pattern = root.joinpath(*parts[:start]), root.joinpath(*parts)
+    matches = map(Path, glob.glob(str(pattern), recursive=True))
+    expected = sorted({p.relative_to(fixed).as_posix() for p in matches if p.is_file()} - {"."})
+    if expected:
+        assert found(pattern) == expected
+    else:
+        with pytest.raises(ValueError, match="matches no file"):
+            found(pattern)
+
+
+def test_each_folder_is_read_once_whatever_links_lead_to_it(tmp_path):
+    """Two links upwards made a walk that never ended."""
+    write(tmp_path, "data/z/1.txt", "data/z/deep/2.txt", "outside/3.txt", "outside/in/4.txt")
+    write(tmp_path, "above.txt")
+    data = tmp_path / "data"
+    for place, target in (
+        ("data/up1", "."),
+        ("data/up2", ".."),
+        ("data/z/up3", ".."),
+        ("data/z/deep/up4", "../../.."),
+        ("outside/in/up5", "../.."),
+        ("outside/back", "../data"),
+        ("data/a", "z"),  # sorts before it; the folder itself comes first all the same
+        ("data/o1", "../outside"),
+        ("data/o2", "../outside"),
+        ("data/loop", "loop"),
+        ("data/broken", "nowhere"),
+    ):
+        (tmp_path / place).symlink_to(target)
+    expected = ["o1/3.txt", "o1/in/4.txt", "z/1.txt", "z/deep/2.txt"]
+    assert found(data / "**" / "*.txt") == expected
+    assert found(data / "**" / "**" / "*.txt") == expected
+    assert found(data / "**") == expected
+    assert found(data / "**" / "deep" / "*.txt") == ["z/deep/2.txt"]
+    assert found(data / "*" / "**" / "*.txt") == expected
+    assert found(data / "a" / "*.txt") == ["1.txt"]  # named by who writes the glob

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from meshwright.trainer.data.tokenizer import (
+    LONGEST_PIECE,
+    BpeTokenizer,
     ByteTokenizer,
     read_tokenizer,
     tokenizer_digest,
@@ -90,3 +93,46 @@ def test_a_tokenizer_without_end_of_text_is_refused():
     text = BPE.text.replace("endoftext", "end")
     with pytest.raises(ValueError, match=r"not a readable tokenizer \(no token <\|endoftext\|>\)"):
         read_tokenizer(text, "x")
+
+
+RUN = st.builds(
+    lambda text, times, rest: (text * times)[: LONGEST_PIECE * 3] + rest,
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=3),
+    st.integers(100, 1000),
+    any_text,
+)
+LONG = train_bpe(["a" * 3000, "漢" * 3000, " " * 3000], 300)
+
+
+@given(RUN)
+def test_a_long_run_without_blanks_round_trips(text):
+    assert LONG.decode(LONG.encode(text)) == text
+
+
+@pytest.mark.parametrize("one", ["a", " ", "\n", "7", ".", "漢"])
+def test_no_piece_is_longer_than_the_bound(one):
+    """In a text of one character without end, which was one piece, training took time with the
+    square of its length."""
+    pieces = LONG.model.pre_tokenizer.pre_tokenize_str(one * 5000)
+    sizes = [len(piece) for piece, _ in pieces]
+    assert max(sizes) == LONGEST_PIECE
+    assert sum(sizes) == 5000 * len(one.encode())
+    longest = max(LONG.model.get_vocab(), key=len)
+    assert len(longest) <= LONGEST_PIECE
+
+
+def test_a_file_keeps_the_bound():
+    loaded = read_tokenizer(LONG.text, "a file")
+    text = "ab" * 2000 + " " + "a" * 700
+    np.testing.assert_array_equal(loaded.encode(text), LONG.encode(text))
+    assert len(loaded.encode("a" * LONGEST_PIECE)) < len(loaded.encode("a" * (LONGEST_PIECE + 1)))
+
+
+@given(st.lists(st.text("ab c\n\t1.é漢'", max_size=LONGEST_PIECE // 3), max_size=3))
+def test_text_of_shorter_pieces_is_tokenised_as_without_a_bound(texts):
+    unbounded = BpeTokenizer(
+        type(BPE.model).from_str(BPE.model.to_str()), BPE.end_of_text, BPE.text
+    )
+    unbounded.model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = " ".join(texts)
+    np.testing.assert_array_equal(BPE.encode(text), unbounded.encode(text))

@@ -50,7 +50,8 @@ def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:
 def init_state(config: Config, layout: Layout) -> State:
     """The first state, made on the mesh in one jit with the shardings it will keep."""
     shardings = state_shardings(abstract_state(config), layout)
-    return _run_once(lambda: _first_state(config), shardings)
+    state = _run_once(lambda: _first_state(config), shardings)
+    return with_params(state, state.params)  # a compiler may round an average of its own otherwise
 
 
 def init_params(config: Config, layout: Layout) -> Transformer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -53,7 +52,6 @@ def started(config: Config, count: int, devices: int, last: tuple[str, ...] = ()
     file = Path(config.run.dir) / f"{config.run.name}.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     port, processes = free_port(), []
-    environ = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     with contextlib.ExitStack() as stack:
         for number in range(count):
             settings = (
@@ -64,7 +62,7 @@ def started(config: Config, count: int, devices: int, last: tuple[str, ...] = ()
             own = last if number == count - 1 else ()
             command = [sys.executable, "-m", "meshwright", "train", str(file), *settings, *own]
             process = subprocess.Popen(
-                command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
             stack.enter_context(process)
             stack.callback(process.kill)

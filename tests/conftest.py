@@ -12,9 +12,12 @@ os.environ.setdefault(
 )
 
 import jax
+import pytest
 from hypothesis import settings
 
 from meshwright.sharding.mesh import simulate_devices
+from meshwright.trainer import state
+from runs import AS_SHIPPED
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -22,3 +25,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same examples in every run, so that a red test can be run again.
 settings.register_profile("meshwright", deadline=None, derandomize=True, database=None)
 settings.load_profile("meshwright")
+
+
+@pytest.fixture(scope="module")
+def shipped_init():
+    """Initial parameters compiled as users' are: their bits are compared."""
+
+    def run_once(make, shardings):
+        return jax.jit(make, out_shardings=shardings, compiler_options=AS_SHIPPED)()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_run_once", run_once)
+        yield

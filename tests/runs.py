@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from importlib.metadata import version
 
 import jax
 import numpy as np
@@ -102,15 +103,19 @@ def first_devices(config: Config) -> list[jax.Device]:
     return jax.devices()[: math.prod(config.mesh.sizes().values())]
 
 
-def layout_gradients(config: Config, batch: Batch | None = None):
+AS_SHIPPED = {"xla_cpu_use_fusion_emitters": True} if version("jaxlib").startswith("0.10.") else {}
+"""Compiler options for what has to give the same bits, which conftest.py's flags do not promise."""
+
+
+def layout_gradients(config: Config, batch: Batch | None = None, options=None):
     """Metrics and gradient leaves of `random_params` in the config's layout; default: the synthetic
-    batch."""
+    batch. options: of the compiler."""
     batch = synthetic_batch(config) if batch is None else batch
     layout = lay_out(config, first_devices(config))
     whole = model_order_shapes(config, layout).params
     params = jax.device_put(random_params(config), jax.tree.map(lambda leaf: leaf.sharding, whole))
     params = in_stage_order(params, sharded_shapes(config, layout).params, config)
-    run = jax.jit(shard_loss_and_grads(config, layout, params))
+    run = jax.jit(shard_loss_and_grads(config, layout, params), compiler_options=options)
     metrics, grads = run(params, place(batch, config, layout))
     grads = in_model_order(grads, whole, config)
     metrics, grads = jax.device_get((metrics, named_leaves(grads)))

@@ -36,6 +36,7 @@ from .manifest import (
     DamagedError,
     Leaf,
     Manifest,
+    fallback_remedy,
     find_checkpoints,
     folder_of,
     parse_manifest,
@@ -299,13 +300,7 @@ def restore(path: Path, target: Any, *, fallback: bool = False) -> tuple[int, An
             return step, _restore(folder, target)
         except DamagedError as error:
             damage.append(str(error))
-    raise DamagedError("; ".join(damage) + ("" if fallback else _remedy(candidates)))
-
-
-def _remedy(candidates: list[tuple[int, Path]]) -> str:
-    if len(candidates) == 1:
-        return ""
-    return f"; checkpoint.fallback=true goes back to an older one, like step {candidates[1][0]}"
+    raise DamagedError("; ".join(damage) + ("" if fallback else fallback_remedy(candidates[1:])))
 
 
 def set_aside(run: Path, step: int) -> list[str]:
@@ -424,7 +419,7 @@ def _descriptions(checkpoint: Path) -> list[Path]:
 def _torn(file: Path) -> bool:
     try:
         json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return False
 

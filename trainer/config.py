@@ -450,7 +450,10 @@ class CheckpointConfig:
     ] = True
     grace: Annotated[
         float,
-        Field(gt=0, description="seconds from SIGTERM or Ctrl-C until the run ends, saved or not"),
+        Field(
+            gt=0,
+            description="seconds from SIGTERM, SIGHUP or Ctrl-C until the run ends, saved or not",
+        ),
     ] = 30.0
 
 

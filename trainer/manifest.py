@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -100,16 +100,23 @@ def newest_tokenizer_text(path: Path, *, fallback: bool = False) -> str:
     """`read_tokenizer_text` of the newest checkpoint that `path` holds, or is; with `fallback` of
     the newest that has it undamaged.
     """
-    *older, newest = find_checkpoints(path).values()
+    newest, *older = sorted(find_checkpoints(path).items(), reverse=True)
     try:
-        return read_tokenizer_text(newest)
+        return read_tokenizer_text(newest[1])
     except DamagedError as error:
-        if older and not fallback:
-            raise DamagedError(f"{error}; checkpoint.fallback=true takes an older one's") from None
-        for checkpoint in reversed(older):
+        if not fallback:
+            raise DamagedError(f"{error}{fallback_remedy(older)}") from None
+        for _, checkpoint in older:
             with suppress(DamagedError):
                 return read_tokenizer_text(checkpoint)
         raise
+
+
+def fallback_remedy(older: Sequence[tuple[int, Path]]) -> str:
+    """What a message about a damaged checkpoint ends with, where there are older ones."""
+    if not older:
+        return ""
+    return f"; checkpoint.fallback=true goes back to an older one, like step {older[0][0]}"
 
 
 def read_tokenizer_text(checkpoint: Path) -> str:

@@ -130,6 +130,7 @@ def test_updates_equal_those_without_a_pipeline():
     assert_same_params(in_model_order(state, target, config), alone)
 
 
+@pytest.mark.usefixtures("shipped_init")
 def test_a_state_goes_into_the_model_s_order_and_back():
     config = make_config(*INTERLEAVED, "optimizer.name=muon", "optimizer.ema=0.9")
     alone = make_config(*SIX)

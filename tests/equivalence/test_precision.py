@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.models.position import position_number
 from meshwright.sharding.layout import map_params
 from meshwright.trainer.load import override
 from meshwright.trainer.precision import first_scale
@@ -54,7 +55,9 @@ def bits(state):
 def attempt(step, state, batch, config):
     layout = lay_out(config, first_devices(config))
     state, metrics = step(state, place(batch, config, layout))
-    return state, jax.device_get(state), jax.device_get(metrics)
+    metrics = jax.device_get(metrics)
+    metrics["position"] = position_number(metrics["position"])
+    return state, jax.device_get(state), metrics
 
 
 @pytest.mark.parametrize(

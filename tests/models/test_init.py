@@ -35,13 +35,16 @@ def drawn(config: Config) -> dict[str, np.ndarray]:
     return jax.device_get(named_leaves(init_params(config, layout)))
 
 
+pytestmark = pytest.mark.usefixtures("shipped_init")
+
+
 @pytest.fixture(scope="module")
-def shallow():
+def shallow(shipped_init):
     return drawn(make_config("model.layers=2", "model.d_model=64", "model.bias=all"))
 
 
 @pytest.fixture(scope="module")
-def odd():
+def odd(shipped_init):
     return drawn(make_config(*ODD))
 
 

@@ -213,7 +213,7 @@ def test_bytes_at_rest_are_those_of_the_table(zero):
         ("optimizer state", "whole"): 8 * NORMS,
         ("gradient sums", "whole"): 4 * NORMS,
     }
-    batch, counters = 5 * 4 * TOKENS // 8, 4 * 4
+    batch, counters = 5 * 4 * TOKENS // 8, 5 * 4  # the position has two words
     at_rest = sum(size for (what, _), size in found.items() if what != "gradient sums")
     assert plan.memory.arguments == at_rest + batch + counters
 

@@ -209,7 +209,9 @@ def test_a_damaged_tokenizer_is_named_and_an_older_one_taken(copy):
         file.write_text(damage)
         with pytest.raises(DamagedError) as caught:
             generate_run(copy, ["alpha"], tokens=1)
-        assert str(caught.value).startswith(f"{file} is damaged or missing; checkpoint.fallback")
+        assert str(caught.value).startswith(
+            f"{file} is damaged or missing; checkpoint.fallback=true goes"
+        )
     assert generate_run(copy, ["alpha"], ["checkpoint.fallback=true"], tokens=1)
     file.write_text(good)
     shutil.rmtree(copy / "checkpoints" / "6" / "state" / "d")

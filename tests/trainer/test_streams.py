@@ -54,10 +54,9 @@ def test_the_name_of_a_file_does_not_make_two_lines_of_one():
     assert errors.count("\n") == 1
 
 
-def test_a_prompt_that_is_not_utf8_is_named_by_its_number():
+def test_a_prompt_that_is_not_utf8_is_one_line():
     code, errors = shell("""exec "$@" $'b\\xff'""", *["generate", "x", "--prompt", "a", "--prompt"])
-    line = "prompt 2: the character at 1 is not UTF-8; write it as UTF-8 or leave it out"
-    assert (code, errors) == (2, f"meshwright: {line}\n")
+    assert (code, errors) == (2, "meshwright: b\\udcff: is not UTF-8; write it in UTF-8\n")
 
 
 @pytest.fixture

@@ -124,8 +124,9 @@ def test_a_mismatch_is_printed_and_exits_1(small_config, fake, tmp_path, capsys)
 
 def test_a_layouts_file_is_a_layout_a_line(tmp_path):
     path = tmp_path / "layouts"
-    path.write_text("\n# all data\nmesh.data=8\n  mesh.fsdp=2 layout.zero=1# ZeRO-1\n   \n")
-    assert read_layouts(path) == ["mesh.data=8", "mesh.fsdp=2 layout.zero=1"]
+    lines = "# all data", "mesh.data=8", "  mesh.fsdp=2 layout.zero=1 # ZeRO-1", "run.name=a#b", ""
+    path.write_text("\n".join(lines))
+    assert read_layouts(path) == ["mesh.data=8", "mesh.fsdp=2 layout.zero=1", "run.name=a#b"]
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"# nothing\n"])

@@ -202,7 +202,7 @@ def read_description(folder: Path) -> Description:
     content = file.read_bytes()
     try:
         version = json.loads(content)["version"]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{file} does not describe a token store; write another data.store"
         ) from error

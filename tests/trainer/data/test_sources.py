@@ -192,7 +192,8 @@ def test_what_exists_is_meant_literally(tmp_path):
 def test_any_name_of_a_file_system_is_a_name(tmp_path):
     odd = ["a b.txt", "l\nn.txt", "[.txt", "].txt", "q?.txt", os.fsdecode(b"\xff\xe9.txt")]
     write(tmp_path, *odd, *(f"{os.fsdecode(bytes([0xFE]))}/{name}" for name in odd))
-    assert found(*(tmp_path / name for name in odd)) == odd
+    *utf8, _ = odd  # a config holds text; what is not UTF-8 is met by a glob
+    assert found(*(tmp_path / name for name in utf8)) == utf8
     everything = found(tmp_path / "**" / "*.txt")
     assert sorted(odd) == [name for name in everything if "/" not in name]
     assert len(everything) == 12

@@ -168,6 +168,8 @@ def shift_offsets(folder):
         (lambda f: (f / "store.json").unlink(), r"is not a token store \(no store\.json\)"),
         (lambda f: truncate(f / "store.json"), r"store\.json does not describe a token store; "),
         (lambda f: (f / "store.json").write_text("[1]"), r"store\.json does not describe a token"),
+        (lambda f: (f / "store.json").write_text("[" * 10**5), r"store\.json does not describe a"),
+        (lambda f: (f / "store.json").write_text("9" * 5000), r"store\.json does not describe a"),
         (
             lambda f: edit(f, version=2),
             r"store\.json has version 2, this Meshwright reads 3; delete",

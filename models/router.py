@@ -30,7 +30,8 @@ from .config import ROUTE, ModelConfig
 
 CHOICE_BITS = 12
 """Bits after the first of a score, where experts and groups are chosen: steps of 2.4e-4 of it at
-most, so one of model.balance_bias=0.001 counts, and a group's worth, the sum of two, is exact.
+most, so one of model.balance_bias=0.001 counts. A group's worth is the sum of two such numbers, the
+same in any order.
 """
 
 CLAIM_BITS = 6

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -28,8 +29,6 @@ def local_problem(path: str) -> str | None:
     if URL.match(path):
         local = "./" + re.sub("/+", "/", path)
         return f"URLs are not built yet; write a local path, or {local} for a folder of that name"
-    if path.startswith("~") and os.path.expanduser(path) == path:
-        return "there is no home folder of that user; write the whole path"
     if "\0" in path:
         return "no path holds a NUL character; write a local path"
     return None
@@ -39,6 +38,14 @@ def check_local(path: str | os.PathLike[str], key: str = "") -> None:
     """Raises ValueError where a path is no local one; `key` says who names it, as in `--png `."""
     if problem := local_problem(text := os.fspath(path)):
         raise ValueError(f"{key}{text}: {problem}".replace("\0", "\\0"))
+
+
+def user_path(path: str) -> Path:
+    """A local path with the home folder in place of ~. Raises ValueError where there is none."""
+    expanded = os.path.expanduser(path)
+    if path.startswith("~") and expanded == path:
+        raise ValueError(f"{path}: there is no home folder of that user; write the whole path")
+    return Path(expanded)
 
 
 def _local(path: str) -> str:

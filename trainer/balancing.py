@@ -26,8 +26,10 @@ def next_bias(
     if bias is None:
         return None
     load = metrics["expert_load"]
-    short = jnp.sum(load, axis=-1, keepdims=True) - load * load.shape[-1]
-    return bias + model.balance_bias * jnp.sign(short).astype(jnp.float32)
+    # the mean lies between these two; total - load·E would outgrow 32 bits
+    total, count = jnp.sum(load, axis=-1, keepdims=True), load.shape[-1]
+    sign = (load < -(-total // count)).astype(jnp.float32) - (load > total // count)
+    return bias + model.balance_bias * sign
 
 
 def expert_metrics(metrics: dict[str, jax.Array], pieces: int) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from ..sharding.keys import check_local
+from ..sharding.keys import check_local, user_path
 from ..sharding.pipeline.schedules import NAMES, UNIFORM
 from .config import Config, DeviceConfig
 from .load import ConfigError, check_text, describe, load, presets, schema
@@ -193,7 +193,7 @@ def _tokenize(options: argparse.Namespace) -> int:
 
     tokenizer = None
     if (source := config.checkpoint.init_from) is not None:
-        tokenizer = read_tokenizer(newest_tokenizer_text(Path(source).expanduser()), source)
+        tokenizer = read_tokenizer(newest_tokenizer_text(user_path(source)), source)
     print(describe_store(open_store(build_store(config, tokenizer))))
     return 0
 

@@ -595,6 +595,13 @@ class Config:
                 f"model.d_model={self.model.d_model} elements, of which masks tell 2^32 apart; "
                 f"write train.dropout=0"
             )
+        choices = train.tokens_per_update * self.model.experts_per_token
+        if self.model.experts is not None and choices >= 2**31:
+            raise ValueError(
+                f"train.batch_size={train.batch_size} times train.seq_len={train.seq_len} times "
+                f"model.experts_per_token={self.model.experts_per_token} are {choices} choices of "
+                f"experts; write fewer than 2147483648"
+            )
         if train.halt_on_nan and self.precision.compute == "f16":
             raise ValueError(
                 "train.halt_on_nan=true would end the run at an ordinary overflow of the loss "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +24,8 @@ class Reporter:
         self.task = progress.tasks[0].id
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        with suppress(OSError):  # a run does not depend on who reads its lines
+            self.console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def begin(self, done: int) -> None:
         """Start the bar, `done` updates full."""

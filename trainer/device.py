@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import jax
 
+from ..sharding.keys import user_path
 from ..sharding.mesh import simulate_devices
 from .cache import cache_folder
 from .config import DeviceConfig
@@ -23,7 +24,8 @@ def prepare_devices(config: DeviceConfig) -> None:
     _check_settings()
     start_processes(config)
     if config.compile_cache != "auto":
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+        cache = config.compile_cache and str(user_path(config.compile_cache))
+        jax.config.update("jax_compilation_cache_dir", cache)
     elif not jax.config.values["jax_compilation_cache_dir"]:  # the user's own setting of JAX stays
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     if config.cpu_devices is not None:

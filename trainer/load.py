@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import shlex
 import textwrap
@@ -27,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
-from ..sharding.keys import local_problem
+from ..sharding.keys import local_problem, user_path
 from .config import Config
 
 PRESETS = Path(__file__).parent.parent / "configs"
@@ -184,7 +183,10 @@ def _read(source: str, folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, 
     check_text(source)
     if problem := local_problem(source):
         raise ConfigError(f"{'base=' if chain else ''}{_short(source)}: {problem}")
-    written = presets().get(source, folder / os.path.expanduser(source))
+    try:
+        written = presets().get(source, folder / user_path(source))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if written.is_dir() and (run := _run_folder(written)):
         raise ConfigError(
             f"{source}: is a folder of a run, no config; write {run / 'config.yaml'}, and "
@@ -234,15 +236,18 @@ def _layer(override: str) -> dict[str, Any]:
 
 def read_value(text: str, key: str) -> Any:
     """What stands after `key=`, nothing of it left out: YAML where it begins as a list, a mapping
-    or a quoted text does; the number, true, false or null that all of it is; else the text itself.
-    Raises ConfigError.
+    or a quoted text does; the number, true, false or null that all of it is; null where nothing
+    does; else the text itself. Raises ConfigError.
     """
     if text.startswith(("[", "{", '"', "'")):
         return _read_yaml(text, key)
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    kind = tag.removeprefix(_TAG)
+    # YAML 1.1 takes these for null, true and false, a user for a home folder and for words
+    word = text == "~" or (kind == "bool" and text.lower() not in ("true", "false"))
     # a resolver's $ overlooks a line break at the end
-    if text.endswith("\n") or tag.removeprefix(_TAG) not in ("null", "bool", "int", "float"):
+    if word or text.endswith("\n") or kind not in ("null", "bool", "int", "float"):
         return text
     try:
         return loader.construct_object(yaml.ScalarNode(tag, text))

@@ -19,12 +19,14 @@ import jax
 
 from ..models.batch import Batch
 from ..models.position import position_number
+from ..sharding.keys import user_path
 from ..sharding.layout import Layout
 from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
 from .config import Config
 from .console import Reporter, decoration, report_steps
 from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
-from .data.store import Store, build_store, documents_of, open_data
+from .data.shared import open_shared_data
+from .data.store import Store, documents_of
 from .data.tokenizer import Tokenizer, read_tokenizer
 from .device import prepare_devices
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
@@ -167,7 +169,7 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
             on_first(lambda: check_data(folder, documents_of(store.description.made_from)))
         state = begin_state(config, layout, folder, resumes, reporter)
         if resumes:  # while config.yaml is that of the last start
-            before, done = folder / "config.yaml", int(state.step)
+            before, done = (folder / "config.yaml").absolute(), int(state.step)
             if line := on_first(lambda: rate_change(load(before), kept, done)):
                 reporter.say(f"{'rate':<12}{line}")
         on_first(lambda: write_run_files(folder, kept, store))
@@ -213,24 +215,11 @@ def tokenizer_of(resumed: Path | None, config: Config) -> Tokenizer | None:
     """
     source, fallback = resumed, config.checkpoint.fallback
     if source is None and config.checkpoint.init_from is not None:
-        source, fallback = Path(config.checkpoint.init_from).expanduser(), False
+        source, fallback = user_path(config.checkpoint.init_from), False
     if source is None:
         return None
     text = on_first(lambda: newest_tokenizer_text(source, fallback=fallback))
     return read_tokenizer(text, str(source))
-
-
-def open_shared_data(config: Config, tokenizer: Tokenizer | None) -> Store:
-    """The run's token store, built by the first process if it is not there; a host that does not
-    see it builds its own. Raises ValueError where processes read different documents.
-    """
-    if jax.process_count() > 1:
-        on_first(lambda: build_store(config, tokenizer) and None)
-    store = open_data(config, tokenizer)
-    said = store.description.made_from, store.description.tokenizer_digest
-    if any_process([*said] != on_first(lambda: [*said])):
-        raise ValueError(f"data: {store.path} was made from other documents on another host")
-    return store
 
 
 def begin_state(
@@ -254,7 +243,7 @@ def begin_state(
     state = init_state(config, layout)
     if config.checkpoint.init_from is None:
         return state
-    source = Path(config.checkpoint.init_from).expanduser()
+    source = user_path(config.checkpoint.init_from)
     for difference in on_first(lambda: compare_models(source, config)):
         reporter.say(f"{'changed':<12}{difference}")
     step, restored = restore(source, {"params": target.params})

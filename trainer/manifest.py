@@ -56,11 +56,11 @@ def find_checkpoints(path: Path) -> dict[int, Path]:
     path = path.resolve()
     if is_checkpoint(path):
         return {int(path.name): path}
-    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    folder = run_of(path) / "checkpoints"
     steps = [int(entry.name) for entry in folder.glob("*") if entry.name.isdecimal()]
     if not steps:
         raise ValueError(f"{folder} holds no finished checkpoint")
-    return {step: folder_of(path, step) for step in sorted(steps)}
+    return {step: folder / str(step) for step in sorted(steps)}
 
 
 def folder_of(path: Path, step: int) -> Path:
@@ -75,11 +75,15 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """The run folder that a checkpoint's folder, or the folder of them all, lies in; or `path`."""
+    """The run folder that `path` is, or that it lies in, as one checkpoint or as the folder of them
+    all; `path` where there is none. A run, too, may be called checkpoints, or lie in such a folder.
+    """
     path = path.resolve()
+    if (path / "config.yaml").is_file() or (path / "checkpoints").is_dir():
+        return path
     if path.name == "checkpoints":
         return path.parent
-    return path.parents[1] if path.parent.name == "checkpoints" else path
+    return path.parents[1] if is_checkpoint(path) and path.parent.name == "checkpoints" else path
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

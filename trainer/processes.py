@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -130,14 +130,10 @@ def _give_up(timeout: float, count: int | None, where: str) -> None:
 
 
 def check_counts(config: DeviceConfig) -> None:
-    """Raise ValueError where the processes or devices found are not as many as stated, or one
-    process has more devices than another.
+    """Raise ValueError, in all processes, where one has more devices than another, or the processes
+    or devices found are not as many as one of them states.
     """
     processes, devices = jax.process_count(), jax.device_count()
-    if config.process_count not in (None, processes):
-        raise ValueError(
-            f"device.process_count={config.process_count}, but JAX runs in {processes} process(es)"
-        )
     # every process can count for itself: what JAX sends between unequal ones fails
     held = Counter(device.process_index for device in jax.devices())
     if len(set(held.values())) > 1:
@@ -147,12 +143,23 @@ def check_counts(config: DeviceConfig) -> None:
             f"{', '.join(f'{count} in {where}' for count, where in found.items())}; "
             f"write the same device.cpu_devices for all, or use hosts that are alike"
         )
-    if config.count not in (None, devices):
+    wrong = None
+    if config.process_count not in (None, processes):
+        wrong = (
+            f"device.process_count={config.process_count}, but JAX runs in {processes} process(es)"
+        )
+    elif config.count not in (None, devices):
         few = processes == 1 and config.count > devices
         more = f"; {without_devices(config.count)}" if few else ""
-        raise ValueError(
+        wrong = (
             f"device.count={config.count}, but JAX finds {devices} device(s) in {processes} "
             f"process(es){more}"
+        )
+    if any_process(wrong is not None):
+        raise ValueError(
+            wrong
+            or "another process was started with another device.count or device.process_count than "
+            "is found; start all with the same command"
         )
 
 
@@ -183,14 +190,25 @@ def check_same_config(config: Config, command: Mapping[str, Any] | None = None) 
     keys = dict.fromkeys(key for each in of_all for key in each)
     lines = []
     for key in keys:
-        found = _by_value({number: show(each.get(key)) for number, each in enumerate(of_all)})
-        if len(found) > 1:
-            lines.append(f"{key}={', '.join(f'{v} in {where}' for v, where in found.items())}")
+        values = {number: json.dumps(each.get(key)) for number, each in enumerate(of_all)}
+        if len(found := _by_value(values)) > 1:
+            shown = [f"{_shown(text, found)} in {where}" for text, where in found.items()]
+            lines.append(f"{key}={', '.join(shown)}")
     if lines:
         raise ValueError(
             f"the processes were started differently: {'; '.join(lines)}; "
             f"start all with the same command"
         )
+
+
+def _shown(text: str, others: Iterable[str]) -> str:
+    """One of several values, written as JSON, for a message: a long one from a little before where
+    it differs from the others.
+    """
+    if len(text) <= 60:
+        return show(json.loads(text))
+    same = len(os.path.commonprefix(list(others)))
+    return f"…{text[max(same - 20, 0) : same + 40]}…"
 
 
 def _by_value(values: Mapping[int, str]) -> dict[str, str]:

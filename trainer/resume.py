@@ -7,13 +7,13 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..sharding.keys import user_path
 from .config import AUTO, Config
 from .data.store import Store, documents_of
 from .differences import differences, within
@@ -34,13 +34,13 @@ def named(config: Config) -> Config:
     if config.run.name != AUTO:
         return config
     names = (f"run-{number}" for number in itertools.count(1))
-    folder = Path(os.path.expanduser(config.run.dir))
+    folder = user_path(config.run.dir)
     free = next(name for name in names if not (folder / name).exists())
     return replace(config, run=replace(config.run, name=free))
 
 
 def run_folder(config: Config) -> Path:
-    return Path(os.path.expanduser(config.run.dir), config.run.name)
+    return user_path(config.run.dir) / config.run.name
 
 
 def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
@@ -74,7 +74,7 @@ def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
         if resume == "must":
             raise
         return False, []  # killed before its first checkpoint
-    return True, compare(load(written), config)
+    return True, compare(load(written.absolute()), config)
 
 
 @contextmanager

@@ -34,7 +34,10 @@ def summarize(config: Config, layout: Layout, state: State) -> list[str]:
         "mesh": f"{mesh or 'one device'}, zero {layout.zero}, on {layout.mesh.size} × {kinds}",
         "parameters": f"{parameters:,}, and {padding:,} that pad the vocabulary",
         "at rest": f"{held[0]:,} + {held[1]:,} bytes per device, parameters + optimizer state",
-        "dtypes": ", ".join(f"{dtype}: {count} leaves" for dtype, count in dtypes.most_common()),
+        "dtypes": ", ".join(
+            f"{dtype}: {count} {'leaf' if count == 1 else 'leaves'}"
+            for dtype, count in dtypes.most_common()
+        ),
         "per update": f"{train.batch_size} rows of {train.seq_len} tokens, "
         f"{train.batch_size * train.seq_len:,} in all, over {train.microbatches} micro-batch(es)",
         "decayed": ", ".join(name for name, flag in decay.items() if flag) or "nothing",

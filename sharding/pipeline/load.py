@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from ..keys import check_local
+from ..keys import check_local, user_path
 from .check import check_ops, check_rows, check_schedule
 from .schedules import (
     NAMES,
@@ -63,7 +62,7 @@ def read_table(file: str) -> str:
 
 
 def _path(file: str) -> Path:
-    return Path(os.path.expanduser(file))
+    return user_path(file)
 
 
 def read_schedule(text: str, origin: str) -> Schedule:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from meshwright.sharding.keys import STRICT, ReadWhen, check_local, check_read
+from meshwright.sharding.keys import STRICT, ReadWhen, check_local, check_read, user_path
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -85,8 +86,10 @@ def test_a_url_is_no_local_path(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name", "~nobody-of-that-name/runs"])
-def test_a_home_folder_that_is_not_there_is_no_local_path(path):
+def test_a_home_folder_that_is_not_there_is_named_where_it_is_needed(path):
     with pytest.raises(ValueError, match=f"^{path}: there is no home folder of that user; write"):
-        check_local(path)
-    check_local("~/runs")
-    check_local("a~b")
+        user_path(path)
+    check_local(path)  # who only carries it does not need it
+    assert user_path("~/runs") == Path.home() / "runs"
+    assert user_path("./~x") == Path("~x")
+    assert user_path("a~b") == Path("a~b")

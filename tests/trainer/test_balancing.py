@@ -26,6 +26,17 @@ def test_the_bias_moves_by_one_step_towards_even_load(small_config):
     np.testing.assert_array_equal(bias, [[0, 1, 1, 0], [0, 0, 0, 0]])
 
 
+def test_the_bias_moves_the_right_way_however_many_are_chosen(small_config):
+    """load times experts would outgrow 32 bits: 62.9M tokens with 8 choices each of 256."""
+    model = override(small_config, "model.experts=256", "model.balance_bias=1").model
+    load = np.full((2, 256), 62_914_560 * 8 // 256, np.int32)
+    load[0, 3] = 62_914_560  # all tokens choose it
+    load[1, 3] -= 1
+    bias = next_bias(first_bias(model), {"expert_load": jnp.asarray(load)}, model)
+    assert np.asarray(bias)[:, 3].tolist() == [-1, 1]
+    assert (np.asarray(bias)[0, 4:] == 1).all() and (np.asarray(bias)[1, 4:] == -1).all()
+
+
 def test_without_balance_bias_there_is_none(small_config):
     model = override(small_config, "model.experts=4").model
     assert first_bias(model) is next_bias(None, {}, model) is None

@@ -164,6 +164,12 @@ def test_c36_mistakes_are_one_line(words, line):
     assert message("tiny", words).startswith(line)
 
 
+def test_more_choices_of_experts_than_counters_hold_are_refused():
+    words = "model.experts=8", "train.batch_size=1048576", "train.seq_len=1024"
+    assert "are 2147483648 choices of experts; write fewer" in message("tiny", *words)
+    load("tiny", *words, "model.experts_per_token=1", "device.cpu_devices=null")
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -305,6 +311,7 @@ def test_text_that_looks_like_something_else_stays_text(text, tmp_path):
         ),
         *("|", ">", "%a", "@a", "`a", "?", "? a", ", a", "a [b]", "f[v2].txt", "a{b}", "a'b"),
         *("010", "1:30", "1:30.5", "2026-01-31", "0o10", "1.2.3", "=", "<<", "tab\there", "a\nb"),
+        *("~", "yes", "No", "on", "OFF"),
         *(" 1", "1 ", "1\n", "true ", "null\n", " null", "1,000", "---", "...", "ü", "😀", "\\n"),
     ],
 )
@@ -323,7 +330,6 @@ def test_the_word_after_the_equals_sign_is_text_as_it_stands(text):
         ("'010'", "010"),
         ("'1e5'", "1e5"),
         ("null", None),
-        ("~", None),
         ("", None),
     ],
 )

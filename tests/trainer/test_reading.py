@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.trainer.data import store as store_module
 from meshwright.trainer.data.store import build_store, open_store, read_description
-from meshwright.trainer.data.tokenizer import BpeTokenizer, tokenizer_digest
+from meshwright.trainer.data.tokenizer import BpeTokenizer, read_tokenizer, tokenizer_digest
 from meshwright.trainer.evaluate import evaluate_run
 from meshwright.trainer.generate import generate_run
 from meshwright.trainer.load import override
@@ -138,8 +138,30 @@ def test_documents_made_again_are_those_of_the_run_or_refused(bpe, copy, tmp_pat
             evaluate_run(copy)
     finally:
         more.unlink()
-    for part in (str(tmp_path / "gone"), "are not those that", str(Path.cwd()), "data.paths=…"):
-        assert part in str(caught.value)
+    said = f"{tmp_path}/gone is gone", f"now in {tmp_path}/again, are others", str(Path.cwd())
+    assert all(part in str(caught.value) for part in said)
+
+
+def test_evaluation_takes_a_store_that_moved_and_nothing_else_unasked(bpe, copy, tmp_path):
+    """data.store says where the run's tokens are; how many are read ahead says nothing at all."""
+    line = f"held-out loss {bpe.result.history[-1]['eval_loss']:.4f}"
+    moved = tmp_path / "moved"
+    shutil.copytree(bpe.folder / "store", moved)
+    config = (copy / "config.yaml").read_text().replace(f"{bpe.folder}/", f"{tmp_path}/not-here/")
+    (copy / "config.yaml").write_text(config)
+    assert line in evaluate_run(copy, [f"data.store={moved}"])
+    with pytest.raises(ValueError, match="is not found from .* is gone, and .* matches no file"):
+        evaluate_run(copy, ["data.prefetch=0"])
+    store = ["data.source=store", f"data.store={moved}", "data.paths=[]"]  # the cure it names
+    assert line in evaluate_run(copy, store)
+    alone = tmp_path / "6"
+    (copy / "checkpoints" / "6").rename(alone)
+    with pytest.raises(ValueError, match=r"data\.json is missing .*; write data\.store=…"):
+        evaluate_run(alone)
+    assert line in evaluate_run(alone, store)
+    more = {"data={holdout: 0.5}", f"data.store={tmp_path}/half"}
+    held_out = evaluate_run(bpe.result.folder, sorted(more))
+    assert "held-out loss" in held_out and line not in held_out
 
 
 def test_a_new_run_from_its_parameters_takes_its_tokenizer(bpe, tmp_path, monkeypatch, capsys):
@@ -185,6 +207,10 @@ def test_a_store_of_another_tokenizer_is_refused_by_digest(bpe, tmp_path):
     assert not (tmp_path / "tuned").exists()
     with pytest.raises(ValueError, match=message):
         evaluate_run(bpe.result.folder, as_it_is)
+    tokenizer = read_tokenizer((bpe.result.folder / "tokenizer.json").read_text(), "a run")
+    for config in (tuned, override(tuned, *as_it_is)):  # as meshwright tokenize does
+        with pytest.raises(ValueError, match=message):
+            build_store(config, tokenizer)
 
 
 def test_a_resumed_run_makes_a_lost_store_again_with_its_tokenizer(

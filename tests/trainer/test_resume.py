@@ -11,6 +11,7 @@ import pytest
 from meshwright.trainer.config import Config, RunConfig
 from meshwright.trainer.data.tokenizer import ByteTokenizer
 from meshwright.trainer.load import load, override, to_yaml
+from meshwright.trainer.manifest import config_of, find_checkpoints, run_of
 from meshwright.trainer.resume import (
     as_one_process,
     begin,
@@ -60,6 +61,33 @@ def test_an_automatic_name_is_the_first_that_is_free(tmp_path):
         ValueError, match=r"run\.name=auto begins a new run each time, which .*=must"
     ):
         config_in(tmp_path, "run.name=auto", "checkpoint.resume=must")
+
+
+@pytest.mark.parametrize(
+    "place", ["checkpoints/run", "runs/checkpoints", "checkpoints/checkpoints"]
+)
+def test_a_run_may_be_called_checkpoints_or_lie_in_such_a_folder(tmp_path, place):
+    folder = tmp_path / place
+    config = override(Config(run=RunConfig(dir=str(folder.parent), name=folder.name)))
+    for step in ("3", "6"):
+        (folder / "checkpoints" / step / "state").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    checkpoints = {step: folder / "checkpoints" / str(step) for step in (3, 6)}
+    assert find_checkpoints(folder) == find_checkpoints(folder / "checkpoints") == checkpoints
+    for path in (folder, folder / "checkpoints", *checkpoints.values()):
+        assert run_of(path) == folder
+        assert config_of(path) == config
+    assert find_checkpoints(checkpoints[3]) == {3: checkpoints[3]}
+    assert begin(folder, override(config, "checkpoint.resume=auto")) == (True, [])
+
+
+def test_a_folder_that_looks_like_a_url_is_resumed_as_the_message_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config(run=RunConfig(dir="./gs:/bucket", name="run"))
+    folder = run_folder(config)
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert begin(folder, override(config, "checkpoint.resume=auto")) == (True, [])
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

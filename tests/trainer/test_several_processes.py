@@ -137,20 +137,23 @@ DIFFERENT = {
     "checkpoint.every": "2",
     "layout.zero": "1",
     "log.sample": "beta",
+    "checkpoint.init_from": f"/a/{'long' * 30}/other",  # differs where no message shows it all
 }
 
 
 def test_processes_that_were_started_differently_are_told_how(base):
     """All keys, with both values and who has them, before anything is compiled or written. Where a
     process keeps its own files is its own matter."""
-    config = override(base, "run.name=differing", "device.timeout=20")
+    source = f"checkpoint.init_from=/a/{'long' * 30}/one"
+    config = override(base, "run.name=differing", "device.timeout=20", source)
     cache = f"device.compile_cache={Path(base.run.dir, 'own')}"
     changed = tuple(f"{key}={value}" for key, value in DIFFERENT.items())
     with started(config, 2, 4, (*changed, cache)) as processes:
         for code, out, errors in ends(processes):
             assert code == 2, errors
             (line,) = [line for line in errors.splitlines() if line.startswith("meshwright: ")]
-            for key, value in DIFFERENT.items():
+            assert re.search(r"init_from=…\S*long/one\S* in process 0, …\S*long/other\S* in", line)
+            for key, value in list(DIFFERENT.items())[:-1]:
                 assert re.search(rf"{key}=\S+.* in process 0, {value} in process 1", line), key
             assert line.count(" in process 1") == len(DIFFERENT)
             assert "compiling" not in out

@@ -57,9 +57,9 @@ def test_c13_the_decayed_and_the_replicated_set(small_config):
 
 def test_c11_dtypes_of_all_leaves_of_the_state(small_config):
     """12 parameters and as many of each moment; step, skipped and the count of Adam; position."""
-    assert rows(small_config)["dtypes"] == "float32: 36 leaves, int32: 3 leaves, uint32: 1 leaves"
+    assert rows(small_config)["dtypes"] == "float32: 36 leaves, int32: 3 leaves, uint32: 1 leaf"
     found = rows(override(small_config, "optimizer.moments=bf16", "optimizer.ema=0.9"))
-    kinds = "float32: 24 leaves, bfloat16: 24 leaves, int32: 4 leaves, uint32: 1 leaves"
+    kinds = "float32: 24 leaves, bfloat16: 24 leaves, int32: 4 leaves, uint32: 1 leaf"
     assert found["dtypes"] == kinds
 
 

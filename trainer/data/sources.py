@@ -190,11 +190,13 @@ def _leads_up(link: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name; nothing where it may not be read, as for Python's glob."""
+    """What is in a folder, by name; nothing where it is gone. Raises OSError where it may not be
+    read: documents would be missing without a word.
+    """
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ...sharding.keys import STRICT
+from ...sharding.keys import STRICT, user_path
 from ..cache import cache_folder
 from ..config import Config, DataConfig
 from .entropy import bigram_entropy, unigram_entropy
@@ -95,12 +95,10 @@ def open_data(config: Config, tokenizer: Tokenizer | None = None) -> Store:
     """The store the config asks for, built if need be. tokenizer: that of the parameters there are
     already, see `build_store`.
 
-    Raises ValueError where it was made with another tokenizer, holds nothing out that
-    train.eval_every could use, or does not fit model.vocab_size or train.seq_len.
+    Raises ValueError as `build_store` does, and where it holds nothing out that train.eval_every
+    could use, or does not fit model.vocab_size or train.seq_len.
     """
     store = open_store(build_store(config, tokenizer))
-    if tokenizer is not None:
-        check_tokenizer(store, tokenizer)
     if store.heldout is None and config.train.eval_every:
         raise ValueError(
             f"train.eval_every={config.train.eval_every}: {store.path} holds no documents out; "
@@ -110,12 +108,12 @@ def open_data(config: Config, tokenizer: Tokenizer | None = None) -> Store:
     return store
 
 
-def check_tokenizer(store: Store, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where the store's ids are not those of `tokenizer`."""
-    found, wanted = store.description.tokenizer_digest, tokenizer_digest(tokenizer.text)
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where the ids of the store in a folder are not those of `tokenizer`."""
+    found, wanted = read_description(folder).tokenizer_digest, tokenizer_digest(tokenizer.text)
     if found != wanted:
         raise ValueError(
-            f"data.store={store.path} was made with a tokenizer of digest {found[:12]}, but the "
+            f"data.store={folder} was made with a tokenizer of digest {found[:12]}, but the "
             f"parameters were trained with one of digest {wanted[:12]}; write another "
             f"data.store=…, for which the documents are tokenised anew"
         )
@@ -144,21 +142,24 @@ def check_fits(store: Store, config: Config) -> None:
 
 def build_store(config: Config, tokenizer: Tokenizer | None = None) -> Path:
     """Folder of the config's store: data.store, or one in the user's cache; written if not there.
-    tokenizer: what to write it with, default a new one of data.tokenizer, trained on its documents.
+    tokenizer: what it is written with, and has to have been; default a new one of data.tokenizer,
+    trained on its documents.
 
     Source files are read once for their fingerprint even if the store is there; data.source=store
     spares that. Of two processes that build one store the first to finish wins, both return it.
-    Raises ValueError for bad input or a data.store made from something else, OSError with the
-    path when the disk refuses.
+    Raises ValueError for bad input or a data.store made from something else or with another
+    tokenizer, OSError with the path when the disk refuses.
     """
     data = config.data
     if data.source == "store":
-        folder = Path(str(data.store)).expanduser()
+        folder = user_path(str(data.store))
         if not folder.is_dir():
             raise ValueError(
                 f"data.store={folder} is not a folder; "
                 f"data.source=store opens what meshwright tokenize wrote"
             )
+        if tokenizer is not None:
+            check_tokenizer(folder, tokenizer)
         return folder
     if tokenizer is not None and tokenizer.kind != data.tokenizer:
         raise ValueError(
@@ -167,7 +168,7 @@ def build_store(config: Config, tokenizer: Tokenizer | None = None) -> Path:
         )
     documents = _documents(data)
     made_from = documents | _trained(config)
-    folder = _cached(made_from) if data.store is None else Path(data.store).expanduser()
+    folder = _cached(made_from) if data.store is None else user_path(data.store)
     if tokenizer is not None and not (
         folder.exists()
         and read_description(folder).tokenizer_digest == tokenizer_digest(tokenizer.text)
@@ -180,6 +181,7 @@ def build_store(config: Config, tokenizer: Tokenizer | None = None) -> Path:
     if tokenizer is None:
         _check_made_from(folder, found, made_from)
     else:  # its digest says more than how it came about
+        check_tokenizer(folder, tokenizer)
         _check_made_from(folder, documents_of(found), documents)
     return folder
 

@@ -77,25 +77,29 @@ def check_read(section: Any, name: str) -> None:
     is what differs from the key's default: declare it `| None = None`, and what null stands for in
     a property, where its usual value has to be noticed as well.
     """
-    for key, value, condition in _written(section):
+    for key, value, default, condition in _written(section):
         if not condition.holds(section):
             other, found = f"{name}.{condition.key}", getattr(section, condition.key)
             cure = f"; write {other}={'true' if found is False else '…'} or leave it out"
             if condition.values:
                 cure = f", only by {_flow(condition.values)}; leave it out"
+            default = f"{name}.{key}={_flow(default)}"  # a base file may have written the key
             raise ValueError(
-                f"{name}.{key}={_flow(value)} is not read by {other}={_flow(found)}{cure}"
+                f"{name}.{key}={_flow(value)} is not read by {other}={_flow(found)}{cure}: "
+                f"{default}"
             )
 
 
-def _written(section: Any) -> Iterator[tuple[str, Any, ReadWhen]]:
-    """Key, value and each condition of the keys of a section that are not left at their default."""
+def _written(section: Any) -> Iterator[tuple[str, Any, Any, ReadWhen]]:
+    """Key, value, default and each condition of the keys of a section that are not left at their
+    default.
+    """
     for key, field in type(section).__pydantic_fields__.items():
-        value = getattr(section, key)
-        if value != field.get_default(call_default_factory=True):
+        value, default = getattr(section, key), field.get_default(call_default_factory=True)
+        if value != default:
             for condition in field.metadata:
                 if isinstance(condition, ReadWhen):
-                    yield key, value, condition
+                    yield key, value, default, condition
 
 
 def _flow(value: Any) -> str:

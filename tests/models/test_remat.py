@@ -78,14 +78,14 @@ def test_names_need_a_policy_that_reads_them(policy):
     line = refusal(f"remat.policy={policy}", "remat.names=[mlp.hidden]")
     assert line == (
         f"remat.names=[mlp.hidden] is not read by remat.policy={policy}, only by selective, "
-        "offload; leave it out"
+        "offload; leave it out: remat.names=null"
     )
 
 
 def test_a_period_needs_a_policy_and_divides_the_layers():
     assert refusal("remat.every=2") == (
         "remat.every=2 is not read by remat.policy=none, only by full, selective, offload; "
-        "leave it out"
+        "leave it out: remat.every=1"
     )
     assert refusal("remat.policy=full", "remat.every=2", "model.layers=7") == (
         "model.layers=7 is not a multiple of remat.every=2"

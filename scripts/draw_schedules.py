@@ -9,13 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 
+from meshwright.sharding.pictures import empty_figure
 from meshwright.trainer.config import OptimizerConfig, TrainConfig
 from meshwright.trainer.schedule import learning_rate
 
@@ -30,7 +26,8 @@ SCHEDULES = {
 
 
 def main() -> None:
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure = empty_figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.add_subplot()
     updates = np.arange(1, STEPS + 1)
     for name, config in SCHEDULES.items():
         rates = np.asarray(learning_rate(config, TrainConfig(steps=STEPS))(updates - 1))

@@ -40,6 +40,15 @@ def check_local(path: str | os.PathLike[str], key: str = "") -> None:
         raise ValueError(f"{key}{text}: {problem}".replace("\0", "\\0"))
 
 
+def is_utf8(text: str) -> bool:
+    """False where bytes of a file's name or of an argument were not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def user_path(path: str) -> Path:
     """A local path with the home folder in place of ~. Raises ValueError where there is none."""
     expanded = os.path.expanduser(path)

@@ -28,6 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
+from ..sharding.keys import is_utf8
 from .config import Config
 from .data.tokenizer import tokenizer_digest
 from .digest import digests, host_digest
@@ -227,15 +228,6 @@ def special(path: Path) -> bool:
     """
     text = str(path)
     return bool(re.search(r"[*?\[\]\\]|:/", text)) or not is_utf8(text)
-
-
-def is_utf8(text: str) -> bool:
-    """False where bytes of a file's name or of an argument were not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
-from ..sharding.keys import local_problem, user_path
+from ..sharding.keys import is_utf8, local_problem, user_path
 from .config import Config
 
 PRESETS = Path(__file__).parent.parent / "configs"
@@ -307,10 +307,8 @@ def _as_json(value: Any, origin: str) -> Any:
 
 def check_text(text: str) -> None:
     """Raises ConfigError where text came from bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{_short(text)}: is not UTF-8; write it in UTF-8") from None
+    if not is_utf8(text):
+        raise ConfigError(f"{_short(text)}: is not UTF-8; write it in UTF-8")
 
 
 def _problem(error: Exception) -> str:

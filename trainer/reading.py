@@ -1,5 +1,6 @@
 """A finished run, opened to evaluate it or to generate from it: on the mesh of its config, or on
-another. A checkpoint holds all that this needs, its tokenizer too.
+another. A checkpoint holds all that generating needs, its tokenizer too; evaluating needs documents
+as well.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from typing import Any
 import jax
 
 from ..models.transformer import Transformer
-from ..sharding.keys import check_local
+from ..sharding.keys import check_local, user_path
 from ..sharding.layout import Layout
 from .checkpoint import restore
 from .config import Config
+from .data.shared import check_shared, open_shared_data
+from .data.store import Store, check_fits, check_tokenizer, documents_of, open_data, open_store
 from .data.tokenizer import Tokenizer, read_tokenizer
 from .device import prepare_devices
-from .manifest import config_of, newest_tokenizer_text
+from .manifest import config_of, newest_tokenizer_text, run_of
 from .placement import in_stage_order, model_order_shapes
 from .processes import check_same_config, on_first
+from .resume import read_trained_on
 from .state import eval_part, lay_out, sharded_shapes
 
 
@@ -65,3 +69,59 @@ def open_run(
     (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
     params = in_stage_order(params, sharded_shapes(config, layout).params, config)
     return OpenRun(config, layout, read_tokenizer(text, str(path)), params, router_bias)
+
+
+def open_documents(run: Path, opened: OpenRun) -> Store:
+    """The documents to evaluate a run on, in ids of its tokenizer: those that overrides mean, or
+    else those that it was trained on. Raises ValueError where they are not found, or differ between
+    processes.
+    """
+    if _meant(opened.config) != _meant(config_of(run)):
+        return open_shared_data(opened.config, opened.tokenizer)
+    store = _documents_of_run(run, opened)
+    check_shared(store)
+    return store
+
+
+def _meant(config: Config) -> dict[str, Any]:
+    """The keys that say which documents are meant, not where their tokens lie."""
+    where = "store", "prefetch"
+    return {key: value for key, value in vars(config.data).items() if key not in where}
+
+
+def _documents_of_run(run: Path, opened: OpenRun) -> Store:
+    """The store that a run has read, if it is still there, or one made again from the documents of
+    its config. Raises ValueError that says where it looked.
+    """
+    cure = (
+        "write data.store=… of its token store, data.paths=… of its documents, or what else to "
+        "evaluate on (data.source=store data.store=… data.paths=[])"
+    )
+    try:
+        trained_on = read_trained_on(run_of(run))
+    except ValueError as error:
+        raise ValueError(f"{error}; {cure}") from None
+    looked = []
+    for folder in dict.fromkeys((trained_on.store, opened.config.data.store)):
+        if folder is None:
+            continue
+        try:
+            store = open_store(user_path(folder))
+            check_tokenizer(store.path, opened.tokenizer)
+            check_fits(store, opened.config)
+            if documents_of(store.description.made_from) == trained_on.documents:
+                return store
+            looked.append(f"{folder} holds other documents")
+        except (ValueError, OSError) as error:
+            looked.append(str(error) if Path(folder).exists() else f"{folder} is gone")
+    try:
+        store = open_data(opened.config, opened.tokenizer)
+        if documents_of(store.description.made_from) == trained_on.documents:
+            return store
+        looked.append(f"the documents of its config, now in {store.path}, are others")
+    except ValueError as error:
+        looked.append(str(error))
+    raise ValueError(
+        f"{run}: what it was trained on is not found from {Path.cwd()}: "
+        f"{', and '.join(dict.fromkeys(looked))}; {cure}"
+    )

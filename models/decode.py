@@ -1,16 +1,17 @@
-"""Decoding with a KV cache: the model of `transformer.py` fed piece by piece, each piece attending
-to all that came before it. Local code inside a `shard_map`.
+"""Decoding with a cache: the model of `transformer.py` fed piece by piece, each piece seeing all
+that came before it. Local code inside a `shard_map`.
 
 Slot t of a row of the cache holds the token at position t, so causality alone tells written slots
 from empty ones. A piece of one token cannot be cut over `tensor`: the layout is one without
-sequence parallelism. Shapes: L layers, B sequences of this device, S tokens of a piece, T slots, K
-kv heads of this device, V vocabulary.
+sequence parallelism. Shapes: B sequences of this device, S tokens of a piece, T slots, V
+vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +19,35 @@ from jax import lax
 
 from ..sharding.layout import Layout
 from ..sharding.linear import lookup
-from .attention import causal_mask
-from .attention_kernel import Tokens, attend_to
+from . import pattern
 from .config import ModelConfig
-from .moe import Routing
-from .rope import rotations
-from .transformer import Block, Transformer, block, head
+from .dropout import FFN, MIXER
+from .inputs import LayerInputs, Writing
+from .kernels.attention import Tokens
+from .layers.kinds import KINDS
+from .pattern import Layer
+from .transformer import Layers, Transformer, all_rotations, half, head, of_layer, place_of
 from .vocab import last_logits
 
-
-class Cache(NamedTuple):
-    """Keys, turned by their positions, and values of every token so far, each [L, B, K, T,
-    head_dim] in the compute dtype.
-    """
-
-    k: jax.Array
-    v: jax.Array
+Cache = dict[str, Any]
+"""By kind what its n layers cache of every token so far, a tree of [n, B, ...] in the compute
+dtype; kinds that cache nothing are left out.
+"""
 
 
 def empty_cache(rows: int, slots: int, layout: Layout, config: ModelConfig, dtype: Any) -> Cache:
-    kv_heads = (layout.resolved.kv_copies or config.num_kv_heads) // layout.size("tensor")
-    shape = (config.layers, rows, kv_heads, slots, config.size_per_head)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    """For B = `rows` and T = `slots`."""
+    caches = {
+        kind: KINDS[kind].cache(config, len(numbers), rows, slots, layout, dtype)
+        for kind, numbers in pattern.held(config).items()
+    }
+    return {kind: cache for kind, cache in caches.items() if cache is not None}
+
+
+def cache_bytes(config: ModelConfig, layout: Layout, dtype: Any) -> int:
+    """Of one token, on one device."""
+    cache = jax.eval_shape(lambda: empty_cache(1, 1, layout, config, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
 def extend(
@@ -47,59 +55,81 @@ def extend(
     cache: Cache,
     tokens: jax.Array,
     positions: jax.Array,
+    slots: int,
     layout: Layout,
     config: ModelConfig,
-    router_bias: jax.Array | None = None,
+    dtype: Any,
+    buffers: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Feed tokens [B, S] at positions [B, S], below 0: padding at a row's end, which leaves no
     trace. Returns logits [B, V] of the token after each row's last one, in f32, and the new cache.
 
-    Scores [B, H, S, T] exist whole, so a long prompt comes in several pieces. Rows that are padding
-    alone give logits without a meaning. router_bias [L, E]: of State. No expert's capacity is
-    limited: pieces are shorter than routing groups.
+    slots: T. Rows that are padding alone give logits without a meaning. buffers: of State.
     """
     assert not layout.sequence_parallel
-    config = replace(config, capacity=None, routing_group=None, overflow="position")
-    dense = config.dense_layers
-    slots = cache.k.shape[3]
     real = positions >= 0
-    row = jnp.arange(tokens.shape[0])[:, None]
-    slot = jnp.where(real, positions, slots)  # past the end: written nowhere
     segments = jnp.where(real, 0, -1)
-    tokens_at = Tokens(positions, segments)
-    slots_at = Tokens(jnp.arange(slots)[None], jnp.zeros((1, slots), jnp.int32))
-    rotation = rotations(positions, config)
-    mask = causal_mask(config)
-
-    def layer(state: tuple[jax.Array, Cache], numbered: tuple[jax.Array, Block]):
-        x, cache = state
-        number, p = numbered
-
-        def kernel(
-            q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None
-        ) -> tuple[jax.Array, Cache]:
-            kept = Cache(
-                cache.k.at[number, row, :, slot].set(k, mode="drop"),
-                cache.v.at[number, row, :, slot].set(v, mode="drop"),
-            )
-            o = attend_to(q, kept.k[number], kept.v[number], tokens_at, slots_at, mask, sink)
-            return o, kept
-
-        routing = Routing(router_bias).of_layer(number - dense)
-        x, _, kept = block(
-            p, x, segments, kernel, rotation, layout, config, number=number, routing=routing
-        )
-        return (x, kept), None
-
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    at = Tokens(positions, segments)
+    inputs = LayerInputs(
+        config=config,
+        layout=layout,
+        segments=segments,
+        everywhere=at,
+        rotations=all_rotations(positions, config),
+        buffers=buffers,
+        writing=Writing(
+            rows,
+            jnp.where(real, positions, slots),
+            at,
+            Tokens(jnp.arange(slots)[None], jnp.zeros((1, slots), jnp.int32)),
+        ),
+    )
     with jax.named_scope("embed"):
-        x = lookup(tokens, params.embed, layout, cache.k.dtype)
-    # the cache is carried, not scanned over: its layers are then written in place
-    numbers, state = jnp.arange(config.layers), (x, cache)
-    if params.dense_blocks is not None:
-        state, _ = lax.scan(layer, state, (numbers[:dense], params.dense_blocks))
-    (x, cache), _ = lax.scan(layer, state, (numbers[dense:], params.blocks))
+        x = lookup(tokens, params.embed, layout, dtype)
+    x, cache = _extend_layers(params.layers, x, cache, inputs)
     with jax.named_scope("unembed"):
         last = jnp.maximum(jnp.sum(real, axis=1) - 1, 0)
-        x, table = head(params, x[row[:, 0], last], config)
+        x, table = head(params, x[rows[:, 0], last], config)
         logits = last_logits(x, table, layout, config.vocab_size, config.logit_softcap)
     return logits, cache
+
+
+def _extend_layers(
+    p: Layers, x: jax.Array, cache: Cache, inputs: LayerInputs
+) -> tuple[jax.Array, Cache]:
+    """Layers whose kinds repeat are one scan over repeats. Parameters and cache are indexed in it,
+    not scanned over: so the cache's layers are written in place.
+    """
+    layers = pattern.layers(inputs.config)
+    state = x, cache
+    for first, repeats, period in pattern.segments(layers):
+
+        def one_repeat(
+            state: tuple[jax.Array, Cache], number: jax.Array, first=first, period=period
+        ) -> tuple[tuple[jax.Array, Cache], None]:
+            for place in range(first, first + period):
+                layer, at = layers[place], number * period + place
+                state = _extend_layer(p, *state, layer, of_layer(inputs, at, layer))
+            return state, None
+
+        state, _ = lax.scan(one_repeat, state, jnp.arange(repeats))
+    return state
+
+
+def _extend_layer(
+    p: Layers, x: jax.Array, cache: Cache, layer: Layer, inputs: LayerInputs
+) -> tuple[jax.Array, Cache]:
+    cache = dict(cache)
+    for kind, site in zip(layer.kinds, (MIXER, FFN), strict=True):
+        place = place_of(kind, inputs.config)[inputs.number]
+        own = jax.tree.map(lambda a, place=place: a[place], getattr(p, kind))
+        extend = KINDS[kind].extend
+        if extend is None:
+            x, _ = half(own, x, partial(KINDS[kind].apply, layer=layer), kind, site, inputs)
+            continue
+        run = partial(extend, layer=layer, cache=cache.get(kind), place=place)
+        x, kept = half(own, x, run, kind, site, inputs)
+        if kind in cache:
+            cache[kind] = kept
+    return x, cache

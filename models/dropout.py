@@ -22,8 +22,8 @@ from ..sharding.collectives import axis_index
 from ..sharding.context import token_at
 from ..sharding.layout import Layout
 
-EMBEDDING, ATTENTION, MLP, ROUTER = range(4)
-"""Sites: the embedding's output, that of each sublayer before it joins the residual stream, and the
+EMBEDDING, MIXER, FFN, ROUTER = range(4)
+"""Sites: the embedding's output, what each half of a layer adds to the residual stream, and the
 router's second choice.
 """
 
@@ -32,8 +32,9 @@ GENERATOR = "threefry2x32"
 
 
 class Dropout(NamedTuple):
-    """rate: probability of zero. rows: uint32 [B, 2], the words of each row's key: plain data, as a
-    pipeline keeps them with all else that its backward pass needs.
+    """rate: probability of zero, which may be 0 where only the router is left to chance. rows:
+    uint32 [B, 2], the words of each row's key: plain data, as a pipeline keeps them with all else
+    that its backward pass needs.
     """
 
     rate: float
@@ -59,7 +60,7 @@ def drop(
     """x[B, S_{context,tensor}, D], each element zero with probability `rate`, else divided by the
     probability of the rest. None drops nothing.
     """
-    if dropout is None:
+    if dropout is None or dropout.rate == 0:
         return x
 
     return _drop(x, _words(dropout.rows, layer, site), dropout.rate, layout)

@@ -47,8 +47,8 @@ def embedding(key: jax.Array, config: ModelConfig, name: str) -> nnx.Param:
     )
 
 
-def scale(size: int, axis: str) -> nnx.Param:
-    return nnx.Param(jnp.ones((size,), jnp.float32), axes=(axis,), role="norm")
+def scale(axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
+    return nnx.Param(jnp.ones(shape, jnp.float32), axes=axes, role="norm")
 
 
 def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:

@@ -10,20 +10,23 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .config import ModelConfig, RopeScalingConfig
+from .config import RopeScalingConfig
+from .pattern import Rope
 
 
-def rotations(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, each [B, S, 1, head_dim/2] in f32, for positions [B, S]. The same for every
-    layer.
-    """
-    frequency = frequencies(config.size_per_head, config.rope_theta, config.rope_scaling)
+def rotations(positions: jax.Array, rope: Rope, width: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine times the temperature, each [B, S, 1, width/2] in f32, of [B, S]."""
+    frequency = frequencies(width, rope.theta, rope.scaling)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if config.rope_scaling.kind == "yarn":  # sharper scores: q·k grows by the square
-        temperature = 0.1 * math.log(config.rope_scaling.factor) + 1.0
-        cos, sin = cos * temperature, sin * temperature
+    if (sharper := temperature(rope.scaling)) != 1.0:
+        cos, sin = cos * sharper, sin * sharper
     return cos, sin
+
+
+def temperature(scaling: RopeScalingConfig) -> float:
+    """Factor on queries and on keys: yarn's scores are sharper by its square (2309.00071)."""
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind == "yarn" else 1.0
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig) -> jax.Array:

@@ -1,85 +1,87 @@
-"""A pre-norm decoder (Llama-shaped) as three functions that a schedule drives: embed, blocks,
-head_share.
+"""A decoder as three functions that a schedule drives: embed, blocks, head_share.
 
 All three are local code inside the step's `shard_map`. x is the residual stream [B_{data,fsdp},
-S_{context,tensor}, D] in the compute dtype; parameters are f32 masters, blocks stacked [L, ...] and
-scanned.
+S_{context,tensor}, D] in the compute dtype; parameters are f32 masters. The layers of one kind have
+one stack [n, ...]; which layer has which kinds is data, see `pattern.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..sharding import context
 from ..sharding.layout import Layout
 from ..sharding.linear import lookup
-from . import init
-from .attention import Attention, Kernel, attend, causal_mask
-from .attention_kernel import Tokens, block_kernel
+from . import init, pattern
 from .batch import Batch
 from .config import ModelConfig, RematConfig
-from .dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop
-from .mlp import Mlp, swiglu
-from .moe import Moe, Routing, Tally, add_layer, empty_tally, log_tally, moe
+from .dropout import EMBEDDING, FFN, MIXER, Dropout, drop
+from .inputs import LayerInputs
+from .kernels.attention import Tokens
+from .layers.kinds import KINDS
+from .layers.sublayer import Sublayer, Tally
 from .norms import rms_norm
-from .remat import group_layers, scan_layers
+from .pattern import Layer, Slot
+from .remat import recompute_all, scan_repeats
 from .rope import rotations
 from .vocab import Loss, cross_entropy_share
 
 
-class Block(nnx.Module):
-    def __init__(self, config: ModelConfig, key: jax.Array, dense: bool):
-        self.norm1 = init.scale(config.d_model, "channel")
-        self.attention = Attention(config, key)
-        self.norm2 = init.scale(config.d_model, "channel")
-        self.mlp = Mlp(config, key, config.d_ff) if dense else Moe(config, key)
+class Layers(nnx.Module):
+    """Under the name of each kind the parameters of the layers that have it, [n, ...]."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array, held: Mapping[str, Sequence[int]]):
+        for kind, numbers in held.items():
+            setattr(self, kind, _stack(partial(KINDS[kind].params, config), key, numbers, config))
+
+
+def _stack(
+    params: Callable[[jax.Array], Sublayer], key: jax.Array, numbers: Sequence[int], config: Any
+) -> Sublayer:
+    """Each layer's parameters follow from its number; padding is all zeros."""
+    held = jnp.asarray(numbers)
+    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(held)
+    stack, real = jax.vmap(params)(keys), held < config.layers
+    return jax.tree.map(lambda a: jnp.where(jnp.expand_dims(real, range(1, a.ndim)), a, 0.0), stack)
 
 
 class Transformer(nnx.Module):
-    """Parameters alone; `unembed` is None where the embedding table is tied, `dense_blocks`, before
-    the others, where all are alike. numbers: of the layers in the order in which `blocks` stacks
-    them, default the model's; one beyond them is padding, all zeros.
+    """Parameters alone; `unembed` is None where the embedding table is tied. held: of each kind the
+    numbers of its layers in the order in which their stack has them, default the model's; the
+    number of layers stands for padding.
     """
 
-    def __init__(self, config: ModelConfig, key: jax.Array, numbers: Sequence[int] | None = None):
-        held = jnp.asarray(config.stacked if numbers is None else numbers)
-        first, dense = jnp.arange(config.dense_layers), config.experts is None
-
-        def stack(numbers: jax.Array, dense: bool) -> Block:
-            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(numbers)
-            return jax.vmap(lambda key: Block(config, key, dense))(keys)
-
+    def __init__(
+        self, config: ModelConfig, key: jax.Array, held: Mapping[str, Sequence[int]] | None = None
+    ):
         self.embed = init.embedding(key, config, "embed")
-        self.dense_blocks = stack(first, dense=True) if len(first) else None
-        real = partial(_real_layers, held < config.layers)
-        self.blocks = jax.tree.map(real, stack(held, dense))
-        self.norm = init.scale(config.d_model, "channel")
+        self.layers = Layers(config, key, pattern.held(config) if held is None else held)
+        self.norm = init.scale(("channel",), (config.d_model,))
         self.unembed = None if config.tie_embeddings else init.embedding(key, config, "unembed")
 
 
-def _real_layers(real: jax.Array, stack: jax.Array) -> jax.Array:
-    """stack[L, ...] with padding set to zero."""
-    return jnp.where(jnp.expand_dims(real, range(1, stack.ndim)), stack, 0.0)
-
-
-def split(params: Transformer) -> tuple[Transformer, Block]:
-    """(embedding and head, the stack of blocks)"""
+def split(params: Transformer) -> tuple[Transformer, Layers]:
+    """(embedding and head, the layers)"""
     ends = jax.tree.map(lambda leaf: leaf, params)
-    ends.blocks = None
-    return ends, params.blocks
+    ends.layers = None
+    return ends, params.layers
 
 
-def join(ends: Transformer, stack: Block) -> Transformer:
-    """What `split` took apart."""
+def join(ends: Transformer, layers: Layers) -> Transformer:
+    """Undoes `split`."""
     params = jax.tree.map(lambda leaf: leaf, ends)
-    params.blocks = stack
+    params.layers = layers
     return params
 
 
@@ -92,98 +94,241 @@ def embed(
         return drop(x, dropout, 0, EMBEDDING, layout)
 
 
-def stacks(params: Transformer, remat: RematConfig) -> list[Block]:
-    """All blocks, in the order of the model, as `blocks` takes them: those that are alike are
-    stacked.
-    """
-    alike = [stack for stack in (params.dense_blocks, params.blocks) if stack is not None]
-    return [group_layers(stack, remat) for stack in alike]
+class Chunk(NamedTuple):
+    """Layers that follow one another in the model: all of them, or those of a pipeline's stage."""
+
+    slots: tuple[Slot, ...]
+    numbers: jax.Array
+    """[slots]: which layer of the model each is; the number of layers stands for padding"""
+    choice: jax.Array
+    """[slots]: which of its slot's options"""
+    depths: int
+    """chunks of the model"""
 
 
-def blocks(
-    stacks: Sequence[Block],
-    x: jax.Array,
+def chunk_at(depth: jax.Array | int, depths: int, config: ModelConfig) -> Chunk:
+    """The chunk at that depth of `depths`."""
+    count, slots = config.layers, pattern.slots(pattern.layers(config), depths)
+    first, end = count * depth // depths, count * (depth + 1) // depths
+    numbers = first + jnp.arange(len(slots))
+    choice = jnp.asarray([slot.choice for slot in slots])[:, depth]
+    return Chunk(slots, jnp.where(numbers < end, numbers, count), choice, depths)
+
+
+def layer_inputs(
     batch: Batch,
     layout: Layout,
     config: ModelConfig,
-    remat: RematConfig,
     dropout: Dropout | None = None,
-    numbers: jax.Array | None = None,
-    routing: Routing | None = None,
+    token_share: jax.Array | None = None,
+    buffers: Mapping[str, Any] | None = None,
+) -> LayerInputs:
+    """What all layers are given for one micro-batch. buffers: by kind, [n, ...]."""
+    everywhere = context.gather_tokens(Tokens(batch.positions, batch.segments), layout)
+    return LayerInputs(
+        config=config,
+        layout=layout,
+        segments=batch.segments,
+        everywhere=everywhere,
+        rotations=all_rotations(batch.positions, config),
+        dropout=dropout,
+        token_share=token_share,
+        buffers=buffers,
+    )
+
+
+def all_rotations(positions: jax.Array, config: ModelConfig) -> dict[Any, Any]:
+    """`LayerInputs.rotations` of positions [B, S]."""
+    needed = dict.fromkeys(
+        (layer.rope, KINDS[layer.mixer].rotary_width(config)) for layer in pattern.layers(config)
+    )
+    return {
+        (rope, width): rotations(positions, rope, width)
+        for rope, width in needed
+        if rope is not None and width is not None
+    }
+
+
+def blocks(
+    p: Layers, x: jax.Array, chunk: Chunk, inputs: LayerInputs, remat: RematConfig
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """The layers of each of `stacks`, scanned: x after them, this device's further share of the
-    loss, and of the sums to log; a dense model has no such share.
+    """The layers of a chunk: x after them, this device's further share of the loss, and of the sums
+    to log, those by layer [n, ...] in the order of the model.
 
-    numbers [L]: which layers of the model they are, default 0, 1, …; padding (a number beyond the
-    model's layers) leaves x as it is. routing: of the layers with experts.
+    Layers whose kinds repeat are one `lax.scan` over repeats, with a loop over the period inside.
     """
-    rotation = rotations(batch.positions, config)
-    at = context.gather_tokens(Tokens(batch.positions, batch.segments), layout)
-    consecutive = context.consecutive(batch.tokens.shape[1], layout)
-    blockwise = block_kernel(causal_mask(config), consecutive, config.attention_block)
+    loss, totals = jnp.zeros(()), defaultdict(list)
+    by_layer: dict[str, dict[str, list[jax.Array]]] = defaultdict(lambda: defaultdict(list))
+    used: dict[str, int] = defaultdict(int)
+    for segment in pattern.segments([slot.options for slot in chunk.slots]):
+        first, repeats, period = segment
+        slots = chunk.slots[first : first + period]
+        here = slice(first, first + repeats * period)
+        stacks = {}
+        for kind in pattern.kinds_of_slots(slots):
+            count = sum(slot.has(kind) for slot in slots)
+            rows = slice(used[kind], used[kind] + repeats * count)
+            used[kind] += repeats * count
+            stacks[kind] = jax.tree.map(
+                partial(_by_repeat, rows=rows, repeats=repeats), getattr(p, kind)
+            )
+        told, chosen = knows_number(chunk, inputs), any(len(slot.options) > 1 for slot in slots)
+        places = chunk.numbers[here].reshape(repeats, period) if told else None
+        choice = chunk.choice[here].reshape(repeats, period) if chosen else None
+        layers = [
+            partial(_run_slot, slots=slots, place=place, inputs=inputs, depths=chunk.depths)
+            for place in range(period)
+        ]
+        x, tallies = scan_repeats(layers, x, (stacks, places, choice), remat)
+        for kind in stacks:
+            found = [tally[kind] for tally in tallies if kind in tally]
+            loss += sum(jnp.sum(tally.loss) for tally in found)
+            for tally in found:
+                for name, sums in tally.totals.items():
+                    totals[name].append(jnp.sum(sums, axis=0))
+            for name in found[0].by_layer if found else ():
+                rows = jnp.stack([tally.by_layer[name] for tally in found], axis=1)
+                by_layer[kind][name].append(rows.reshape(-1, *rows.shape[2:]))
+    sums = {name: sum(parts[1:], parts[0]) for name, parts in totals.items()}
+    for kind, named in by_layer.items():
+        for name, parts in named.items():
+            sums[name] = _in_model(kind, jnp.concatenate(parts), chunk, inputs.config)
+    return x, loss, sums
 
-    def kernel(
-        q: jax.Array, k: jax.Array, v: jax.Array, sink: jax.Array | None
-    ) -> tuple[jax.Array, None]:
-        return context.attend(q, k, v, at, blockwise, layout, sink), None
 
-    def layer(
-        state: tuple[jax.Array, Tally | None], numbered: tuple[jax.Array, Block]
-    ) -> tuple[jax.Array, Tally | None]:
-        (x, tally), (number, p) = state, numbered
+def knows_number(chunk: Chunk, inputs: LayerInputs) -> bool:
+    """Whether anything follows from the numbers of the layers: what is random, which buffers are
+    theirs, where padding is. What a recomputed layer is given it saves.
+    """
+    return chunk.depths > 1 or inputs.dropout is not None or bool(inputs.buffers)
+
+
+def _by_repeat(stack: jax.Array, rows: slice, repeats: int) -> jax.Array:
+    """Some rows of stack[n, ...] as [repeats, rows of a repeat, ...], or as [repeats, ...] where a
+    repeat has one.
+    """
+    if rows.stop - rows.start < len(stack):
+        stack = stack[rows]
+    return stack if len(stack) == repeats else stack.reshape(repeats, -1, *stack.shape[1:])
+
+
+def _in_model(kind: str, rows: jax.Array, chunk: Chunk, config: ModelConfig) -> jax.Array:
+    """What a chunk's places of a kind have measured -> [n, ...] of the model's layers of the kind,
+    zero for those of other chunks.
+    """
+    if chunk.depths == 1:
+        return rows
+    places = [place for place, slot in enumerate(chunk.slots) if slot.has(kind)]
+    at = place_of(kind, config)[chunk.numbers[np.asarray(places)]]
+    count = len(pattern.held(config)[kind])
+    return jnp.zeros((count, *rows.shape[1:]), rows.dtype).at[at].add(rows, mode="drop")
+
+
+def place_of(kind: str, config: ModelConfig) -> jax.Array:
+    """[layers + 1]: the place of each layer among the n of a kind; n for others and for padding."""
+    numbers = pattern.held(config)[kind]
+    places = np.full(config.layers + 1, len(numbers), np.int32)
+    places[numbers] = np.arange(len(numbers))
+    return jnp.asarray(places)
+
+
+def _run_slot(
+    x: jax.Array,
+    repeat: Any,
+    *,
+    slots: Sequence[Slot],
+    place: int,
+    inputs: LayerInputs,
+    depths: int,
+) -> tuple[jax.Array, dict[str, Tally]]:
+    """The layer at a place of a period. repeat: (parameters by kind, numbers, choices), these two
+    None where nothing follows from them.
+    """
+    slot, count = slots[place], inputs.config.layers
+
+    def run(layer: Layer, x: jax.Array, repeat: Any) -> tuple[jax.Array, dict[str, Tally]]:
+        stacks, numbers, _ = repeat
+        p = {kind: _row(stacks[kind], slots, place, kind) for kind in layer.kinds}
         x = checkpoint_name(x, "block.input")
-        place = number - config.dense_layers
-        own = None if routing is None else routing.of_layer(place)
-        after, one, _ = block(
-            p, x, batch.segments, kernel, rotation, layout, config, dropout, number, own
-        )
-        if numbers is not None:
-            real = number < config.layers
+        own = inputs if numbers is None else of_layer(inputs, numbers[place], layer)
+        after, tallies = block(p, x, layer, own)
+        if depths > 1 and numbers is not None:  # a chunk may have padding
+            real = numbers[place] < count
             after = jnp.where(real, after, x)
-            one = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros_like(a)), one)
-        return after, tally if tally is None or one is None else add_layer(tally, one, place)
+            tallies = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros_like(a)), tallies)
+        return after, tallies
 
-    tally = None if config.experts is None else empty_tally(len(config.stacked), config)
-    lengths = [len(jax.tree.leaves(stack)[0]) * remat.every for stack in stacks]
-    held = jnp.arange(sum(lengths)) if numbers is None else numbers
-    for stack, length in zip(stacks, lengths, strict=True):
-        own, held = group_layers(held[:length], remat), held[length:]
-        x, tally = scan_layers(layer, (x, tally), (own, stack), remat)
-    if tally is None:
-        return x, jnp.zeros(()), {}
-    return x, tally.balance + tally.partition, log_tally(tally, config)
+    if len(slot.options) == 1:
+        return run(slot.options[0], x, repeat)
+    return _run_chosen([partial(run, layer) for layer in slot.options], place, x, repeat)
+
+
+def _run_chosen(
+    runs: Sequence[Callable[..., Any]], place: int, x: jax.Array, repeat: Any
+) -> tuple[jax.Array, dict[str, Tally]]:
+    """One of several layers, whichever this chunk has at the place: a branch that all devices of
+    its stage take. It is recomputed whatever the policy, since what every branch would save, its
+    parameters too, would be saved for each of them.
+    """
+    shapes = [jax.eval_shape(run, x, repeat)[1] for run in runs]
+    whole = {kind: tally for tallies in shapes for kind, tally in tallies.items()}
+
+    def complete(run: Callable[..., Any], x: jax.Array, repeat: Any) -> Any:
+        after, tallies = run(x, repeat)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), whole)
+        return after, zeros | tallies
+
+    branches = [partial(complete, run) for run in runs]
+    return recompute_all(lambda x, repeat: lax.switch(repeat[2][place], branches, x, repeat))(
+        x, repeat
+    )
+
+
+def _row(stack: Any, slots: Sequence[Slot], place: int, kind: str) -> Any:
+    """The parameters of the layer at a place, out of a period's of its kind."""
+    if sum(slot.has(kind) for slot in slots) == 1:
+        return stack
+    row = sum(slot.has(kind) for slot in slots[:place])
+    return jax.tree.map(lambda a: a[row], stack)
+
+
+def of_layer(inputs: LayerInputs, number: jax.Array | int, layer: Layer) -> LayerInputs:
+    """What the layer of that number is given."""
+    buffers = inputs.buffers and {
+        kind: jax.tree.map(
+            lambda a, kind=kind: a.at[place_of(kind, inputs.config)[number]].get(mode="clip"),
+            inputs.buffers[kind],
+        )
+        for kind in layer.kinds
+        if kind in inputs.buffers
+    }
+    return replace(inputs, number=number, buffers=buffers)
 
 
 def block(
-    p: Block,
-    x: jax.Array,
-    segments: jax.Array,
-    kernel: Kernel,
-    rotation: tuple[jax.Array, jax.Array],
-    layout: Layout,
-    config: ModelConfig,
-    dropout: Dropout | None = None,
-    number: jax.Array | int = 0,
-    routing: Routing | None = None,
-) -> tuple[jax.Array, Tally | None, Any]:
-    """One layer, training's and decoding's: x after it, the tally of its experts, None of a dense
-    one, and what the attention kernel keeps. segments [B, S_context]: below 0 for padding. number:
-    of the layer, to drop by. routing: this layer's.
+    p: Mapping[str, Any], x: jax.Array, layer: Layer, inputs: LayerInputs
+) -> tuple[jax.Array, dict[str, Tally]]:
+    """One layer: x after it, and what its halves have measured, by kind."""
+    tallies = {}
+    for kind, site in zip(layer.kinds, (MIXER, FFN), strict=True):
+        x, tally = half(p[kind], x, partial(KINDS[kind].apply, layer=layer), kind, site, inputs)
+        if tally is not None:
+            tallies[kind] = tally
+    return x, tallies
+
+
+def half(
+    p: Any, x: jax.Array, run: Callable[..., Any], kind: str, site: int, inputs: LayerInputs
+) -> tuple[jax.Array, Any]:
+    """One half of a layer with its norms: x with what `run(p, x, inputs=)` adds to it, and what
+    else that returns.
     """
-    with jax.named_scope("attention"):
-        a = rms_norm(x, p.norm1[...], config.norm_eps)
-        a, kept = attend(p.attention, a, kernel, rotation, layout, config)
-        x = x + drop(a, dropout, number, ATTENTION, layout)
-    if isinstance(p.mlp, Moe):
-        with jax.named_scope("moe"):
-            h = rms_norm(x, p.norm2[...], config.norm_eps)
-            h, tally = moe(p.mlp, h, segments, routing or Routing(), number, layout, config)
-            x = x + drop(h, dropout, number, MLP, layout)
-        return x, tally, kept
-    with jax.named_scope("mlp"):
-        h = swiglu(p.mlp, rms_norm(x, p.norm2[...], config.norm_eps), layout)
-        x = x + drop(h, dropout, number, MLP, layout)
-    return x, None, kept
+    eps = inputs.config.norm_eps
+    with jax.named_scope(KINDS[kind].scope):
+        y, other = run(p, x if p.norm is None else rms_norm(x, p.norm, eps), inputs=inputs)
+        if p.out_norm is not None:
+            y = rms_norm(y, p.out_norm, eps)
+        return x + drop(y, inputs.dropout, inputs.number, site, inputs.layout), other
 
 
 def head_share(
@@ -200,4 +345,4 @@ def head_share(
 def head(params: Transformer, x: jax.Array, config: ModelConfig) -> tuple[jax.Array, nnx.Param]:
     """x normed, and the table [V_tensor, D_fsdp] it is then multiplied by."""
     table = params.embed if params.unembed is None else params.unembed
-    return rms_norm(x, params.norm[...], config.norm_eps), table
+    return rms_norm(x, params.norm, config.norm_eps), table

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from meshwright import load
-from meshwright.models.attention_kernel import Mask, Tokens, block_kernel
+from meshwright.models.kernels.attention import Mask, Tokens, block_kernel
 from meshwright.sharding import context
 from meshwright.trainer.device import prepare_devices
 from meshwright.trainer.state import lay_out

@@ -8,14 +8,15 @@ sees follows from its token's true place, so rows may be cut in any order: dealt
 causal work is the same on all devices.
 
 What meets is the caller's: a `BlockKernel` of local queries over keys of any device. Shapes: P
-devices along `context`, N groups of them, B sequences, S tokens, H query heads, K kv heads, D head
-width. q[B, S_context, H, D] is cut in the order of `token_at`.
+devices along `context`, N groups of them, B sequences, S tokens, H query heads, K kv heads, D width
+of a head's queries and keys, E of its values. q[B, S_context, H, D] is cut in the order of
+`token_at`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,19 +28,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .collectives import all_gather, all_to_all, axis_index, reduce_scatter, shift
 from .layout import Layout
+from .traffic import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, LayerRuns, Traffic, ring
 
 TOKENS, HEADS = 1, 2
 """Dims of q, k and v."""
 
 
 class BlockKernel(NamedTuple):
-    """Attention of queries q[B, Q, H, D] over keys and values k, v[B, T, K, D] that may be only
-    some of those they see; q_at, k_at: trees of [B, Q] and [B, T], where they stand.
+    """Attention of queries q[B, Q, H, D] over keys k[B, T, K, D] and values v[B, T, K, E] that may
+    be only some of those they see; q_at, k_at: trees of [B, Q] and [B, T], where they stand.
 
-    forward: (q, k, v, q_at, k_at) -> o[B, Q, H, D] and logsumexp[B, Q, H] of the scores, in f32;
+    forward: (q, k, v, q_at, k_at) -> o[B, Q, H, E] and logsumexp[B, Q, H] of the scores, in f32;
     where a query sees none of them o is zero and logsumexp a finite number below all others.
     backward: (q, k, v, q_at, k_at, do, logsumexp, inner) -> dq, dk, dv in f32; logsumexp over all
-    that a query sees, inner[B, Q, H] the sum of o·do over D.
+    that a query sees, inner[B, Q, H] the sum of o·do over E.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -88,8 +90,9 @@ def attend(
     layout: Layout,
     sink: jax.Array | None = None,
 ) -> jax.Array:
-    """q[B, S_context, H, D], k, v[B, S_context, K, D] -> o like q. at: of all tokens, from
-    `gather_tokens`. sink[H] f32: score of one more key for every query, whose value is zero.
+    """q[B, S_context, H, D], k[B, S_context, K, D], v[B, S_context, K, E] -> o[B, S_context, H, E].
+    at: of all tokens, from `gather_tokens`. sink[H] f32: score of one more key for every query,
+    whose value is zero.
 
     With U neighbours in a group, q and o send (U-1)/U of their bytes, and so do k and v, first
     repeated to a multiple of U heads; all of it once more backward. Then, n the bytes of what a
@@ -222,3 +225,36 @@ def _part(at, hops: Any, layout: Layout):
         return lax.dynamic_slice_in_dim(a, group * length, length, TOKENS)
 
     return jax.tree.map(one, at)
+
+
+def sent(
+    heads: int, kv_heads: int, width: int, value_width: int, runs: LayerRuns, layout: Layout
+) -> Iterator[Traffic]:
+    """What `attend` sends for one layer in a step, of all heads: P devices in N groups of U.
+
+    U neighbours exchange q, k, v and o forward and their gradients backward, k and v repeated to a
+    multiple of U heads, (U-1)/U of what each holds (Ulysses: arXiv 2309.14509). Across groups, n
+    the bytes of k and v that a device then holds, a ring sends (N-1) n forward, the same backward,
+    and N n of their gradients, in f32 (2310.01889). Gathered, they are sent as often, but the
+    gradients only (P-1) n (2407.21783). Recomputation sends what is forward again, but for a ring
+    and a gather whose o and logsumexp are saved.
+    """
+    axes, tensor = ["context"], layout.size("tensor")
+    devices, neighbours = layout.size("context"), layout.resolved.ulysses
+    heads, kv_heads = heads // tensor, math.lcm(kv_heads // tensor, neighbours)
+    tokens, both = runs.rows * runs.seq_len, width + value_width
+    exchanged = (heads + kv_heads) * both * tokens // devices * runs.itemsize
+    exchanges = exchanged * (neighbours - 1) / neighbours * (2 * runs.passes + runs.again)
+    yield Traffic("Ulysses", ALL_TO_ALL, ("context",), exchanges)
+
+    held = kv_heads // neighbours * both * tokens  # elements of k and v, all groups
+    core_is_saved = {"attention.context", "attention.logsumexp"} <= runs.saved
+    forward = runs.passes + (0 if core_is_saved else runs.again)
+    there, back = held * runs.itemsize * (forward + runs.passes), held * 4 * runs.passes
+    if layout.context == "all_gather":
+        yield ring("keys and values", ALL_GATHER, axes, there, layout)
+        yield ring("their gradients", REDUCE_SCATTER, axes, back, layout)
+    else:
+        groups = devices // neighbours
+        hops = there * (groups - 1) + (back * groups if groups > 1 else 0)
+        yield Traffic("keys and values", PERMUTE, ("context",), hops / groups)

@@ -14,7 +14,7 @@ T·k, D width; P devices that share experts, E experts in all, C rows that one s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from .collectives import all_reduce_max, all_to_all_rows
 from .grouped import Groups, collect, group_rows, sort_choices, spread
 from .layout import Layout
 from .linear import gather_weight, scatter_gradient
+from .traffic import ALL_REDUCE, ALL_TO_ALL, LayerRuns, Traffic, ring
 
 Kernel = Callable[..., jax.Array]
 """(x[T, D], gates[M, 1] in f32, weights, axes, groups, layout) -> y[T, D] in f32: what the experts
@@ -105,6 +106,29 @@ def exchange_rows(choices: int, experts: int, devices: int, limit: int | None) -
     """C for N choices: see `meet_experts`."""
     fair = math.ceil(SLACK * choices / devices) if limit is None else limit * experts // devices
     return min(fair, choices)
+
+
+def exchange_sent(
+    choices: int, experts: int, width: int, limit: int | None, runs: LayerRuns, layout: Layout
+) -> Iterator[Traffic]:
+    """What `meet_experts` sends for one layer in a step; N choices of a micro-batch, rows of
+    `width` elements, one round where a limit does not say how many there are.
+
+    P·C rows go to their experts and what these make of them comes back: 2 P·C·h·(P-1)/P forward,
+    h the bytes of a row, and of their gradients as much backward. With a limit a recomputation
+    sends rows again; without, the backward pass does. A gate and an expert's number, and the gate's
+    gradient, travel with a row.
+    """
+    axes = layout.axes("expert")
+    devices = layout.size(axes)
+    sent = devices * exchange_rows(choices, experts, devices, limit)
+    x, there = width * runs.itemsize, width * runs.itemsize + 8
+    if limit is None:
+        row = runs.passes * (2 * there + 3 * x + 4)
+        yield ring("rounds", ALL_REDUCE, axes, 2 * 4 * runs.passes, layout)
+    else:
+        row = runs.passes * (there + 3 * x + 4) + runs.again * there
+    yield ring("experts' tokens", ALL_TO_ALL, axes, sent * row, layout)
 
 
 def _compute(x: jax.Array, experts: Any, gates: Any, shards: Any, plan: _Plan) -> jax.Array:

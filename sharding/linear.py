@@ -16,7 +16,7 @@ and over `tensor`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -31,6 +31,7 @@ from .collective_matmul import gather_matmul, matmul_scatter
 from .collectives import all_gather, all_reduce, axis_index, reduce_scatter
 from .layout import Layout
 from .taps import Tap, Tapped, note_product
+from .traffic import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, LayerRuns, Traffic, ring
 
 SEQUENCE = 1
 """The dim of tokens in every activation [B, S, ...]."""
@@ -100,6 +101,41 @@ def linear(
 
 def _named(x: jax.Array, name: str | None) -> jax.Array:
     return x if name is None else checkpoint_name(x, name)
+
+
+def entrance_sent(width: int, runs: LayerRuns, layout: Layout) -> Iterator[Traffic]:
+    """What an entrance of `width` channels sends in a step, n its bytes on a tensor group: it
+    gathers n forward and once more for the weights' gradients, and reduce-scatters n backward
+    (2205.05198). A recomputation's gather is that of the backward pass.
+    """
+    if layout.sequence_parallel:
+        yield from _moved(2 * runs.passes, runs.passes, width, runs, layout)
+
+
+def exit_sent(width: int, runs: LayerRuns, layout: Layout, again: float = 0) -> Iterator[Traffic]:
+    """What an exit of `width` channels sends in a step: it reduce-scatters n forward, and `again`
+    times more where a recomputation reads what it gives, and gathers n backward, once more where a
+    schedule has the weights' gradients apart. Without sequence parallelism all of these are
+    all-reduces (1909.08053).
+    """
+    gathers, scatters = runs.passes * (2 if runs.apart else 1), runs.passes + again
+    if layout.sequence_parallel:
+        yield from _moved(gathers, scatters, width, runs, layout)
+    else:
+        n = width * runs.tokens(layout) * runs.itemsize * (gathers + scatters)
+        yield ring("activations", ALL_REDUCE, ["tensor"], n, layout)
+
+
+def _moved(
+    gathers: float, scatters: float, width: int, runs: LayerRuns, layout: Layout
+) -> Iterator[Traffic]:
+    """Collective matmul (doi 10.1145/3567955.3567959) sends the same in N-1 permutes of n/N."""
+    n = width * runs.tokens(layout) * runs.itemsize
+    if layout.overlap:
+        yield ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)
+    else:
+        yield ring("activations", ALL_GATHER, ["tensor"], gathers * n, layout)
+        yield ring("activations", REDUCE_SCATTER, ["tensor"], scatters * n, layout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -295,6 +331,16 @@ def row_products(x: jax.Array, table: nnx.Param, layout: Layout) -> jax.Array:
     """
     y = _dot_rows(x, gather_weight(table[...], table.axes, x.dtype, layout))
     return all_gather(y, "tensor", 1, layout)
+
+
+def by_head(x: jax.Array, weight: nnx.Param, layout: Layout, of_input: bool) -> jax.Array:
+    """Each head's x by its own part of `weight`[K_fsdp, H_tensor, N]: x[B, S, H, K] ·_K w[K, H, N]
+    -> y[B, S, H, N], or where x is not of its input x[B, S, H, N] ·_N w[K, H, N] -> y[B, S, H, K].
+    For decoding: not meant to be differentiated. Over fsdp the weight is gathered in x's dtype.
+    """
+    whole = gather_weight(weight[...], weight.axes, x.dtype, layout)
+    form = "bshk,khn->bshn" if of_input else "bshn,khn->bshk"
+    return jnp.einsum(form, x, whole, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def gather_weight(shard: jax.Array, axes: Sequence[str], dtype: Any, layout: Layout) -> jax.Array:

@@ -26,6 +26,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "latent": ("fsdp",),  # a rank as the dim that the next matrix multiplies: ZeRO cuts it
+    "latent_channel": (),  # the same as a product or a vector
     "mlp": ("tensor",),
     "expert": ("expert",),  # layout.experts
     "expert_embed": ("fsdp",),  # embed, without the axes of expert
@@ -118,7 +120,10 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
         rules[f"expert_{name}"] = rest
     ulysses, chunks = _context(layout, sizes)
     if sizes["pipe"] > 1 and not layout.lockstep:
-        _refuse_permutes(layout, sizes, ulysses)
+        written = f"layout.schedule={layout.schedule} runs"
+        if layout.schedule_file is not None:
+            written = "layout.schedule_file: a table of one's own runs"
+        refuse_permutes(layout, sizes, written)
     notes, kv_copies = [], 0
     for dim in dims:
         shards = math.prod(sizes[axis] for axis in rules[dim.axis])
@@ -134,7 +139,7 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
                 f"{dim.key}={dim.size} on {over}: kv weights are replicated over tensor, "
                 f"kv heads repeated to {kv_copies}"
             )
-        elif dim.axis in ("embed", "expert_embed"):
+        elif dim.axis in ("embed", "expert_embed", "latent"):
             rules[dim.axis] = ()
             notes.append(f"{dim.key}={dim.size} is not a multiple of {over}: replicated instead")
         else:
@@ -172,22 +177,26 @@ def _context(layout: LayoutConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
     return neighbours, 2 * groups if groups > 1 else 1
 
 
-def _refuse_permutes(layout: LayoutConfig, sizes: Mapping[str, int], ulysses: int) -> None:
-    """Of a schedule whose stages are branches: CPU's permutes wait for devices in other ones."""
-    table, other = f"layout.schedule={layout.schedule}", "layout.schedule=1f1b or interleaved"
-    if layout.schedule_file is not None:
-        table, other = "layout.schedule_file: a table of one's own", "layout.schedule_file=null"
-    branches = f"{table} runs stages in branches, where no permute may run, since all devices take"
+def refuse_permutes(layout: LayoutConfig, sizes: Mapping[str, int], written: str) -> None:
+    """Raises ValueError where stages that are branches would send by permutes: CPU's wait for all
+    devices, those in other branches too. written: what runs stages so.
+    """
+    other = ""
+    if not layout.lockstep:
+        key = "schedule_file=null" if layout.schedule_file else "schedule=1f1b or interleaved"
+        other = f", or layout.{key}"
+    branches = f"{written} stages in branches, where no permute may run, since all devices take"
+    ulysses, _ = _context(layout, sizes)
     if layout.context != "all_gather" and sizes["context"] > ulysses:
         raise ValueError(
             f"{branches} part in it: layout.context={layout.context} on "
             f"mesh.context={sizes['context']} sends by permutes; write layout.context=all_gather "
-            f"or ulysses, or {other}"
+            f"or ulysses{other}"
         )
     if layout.overlap and sizes["tensor"] > 1:
         raise ValueError(
             f"{branches} part in it: layout.overlap=true on mesh.tensor={sizes['tensor']} sends by "
-            f"permutes; write layout.overlap=false, or {other}"
+            f"permutes; write layout.overlap=false{other}"
         )
 
 

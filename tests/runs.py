@@ -12,9 +12,10 @@ import numpy as np
 
 import reference
 from meshwright.models.batch import Batch
+from meshwright.models.pattern import held
 from meshwright.models.position import position_number
 from meshwright.sharding.config import MESH_AXES, LayoutConfig, MeshConfig
-from meshwright.sharding.layout import Layout, make_layout, map_params
+from meshwright.sharding.layout import Layout, is_param, make_layout
 from meshwright.sharding.mesh import make_mesh
 from meshwright.trainer.config import Config
 from meshwright.trainer.data.loader import token_order
@@ -77,10 +78,12 @@ def shard_map(function, layout, in_specs, out_specs):
 
 def random_params(config: Config):
     """Parameters on the host, none of them zero or one but the vocabulary's padding: where biases
-    are zero and norms one, half of the mistakes are invisible."""
+    are zero and norms one, half of the mistakes are invisible. Drawn layers first, their norms
+    last."""
     rng = np.random.default_rng(1)
+    params = abstract_state(config, held(config.model)).params
 
-    def fill(param):
+    def draw(param):
         value = rng.normal(size=param.get_value().shape).astype(np.float32)
         if param.role in ("norm", "bias"):
             return np.float32(param.role == "norm") + 0.3 * value
@@ -88,7 +91,15 @@ def random_params(config: Config):
             value[config.model.vocab_size :] = 0
         return value / np.float32(math.sqrt(config.model.d_model))
 
-    return map_params(fill, abstract_state(config, config.model.stacked).params)
+    names = [*named_leaves(params)]
+    leaves = dict(zip(names, jax.tree.leaves(params, is_leaf=is_param), strict=True))
+
+    def order(name):
+        return not name.startswith("layers."), name.count(".") == 2 and name.endswith(".norm"), name
+
+    drawn = {name: leaves[name].replace(draw(leaves[name])) for name in sorted(names, key=order)}
+    structure = jax.tree.structure(params, is_leaf=is_param)
+    return jax.tree.unflatten(structure, [drawn[name] for name in names])
 
 
 def place(batch: Batch, config: Config, layout: Layout) -> Batch:

@@ -9,11 +9,12 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from ..models import pattern
 from ..models.config import ModelConfig, RematConfig
 from ..sharding.config import LayoutConfig, MeshConfig
 from ..sharding.keys import INT32, STRICT, LocalPath, ReadWhen, check_read
-from ..sharding.pipeline.schedules import Schedule, stacked_layers
-from ..sharding.rules import Dim, mesh_sizes, resolve
+from ..sharding.pipeline.schedules import Schedule, held_depths
+from ..sharding.rules import Dim, mesh_sizes, refuse_permutes, resolve
 
 AUTO = "auto"
 """As run.name: a new name each time, so that a notebook's cell may run again."""
@@ -595,11 +596,12 @@ class Config:
                 f"model.d_model={self.model.d_model} elements, of which masks tell 2^32 apart; "
                 f"write train.dropout=0"
             )
-        choices = train.tokens_per_update * self.model.experts_per_token
-        if self.model.experts is not None and choices >= 2**31:
+        moe = self.model.moe
+        choices = train.tokens_per_update * moe.experts_per_token
+        if moe.experts is not None and choices >= 2**31:
             raise ValueError(
                 f"train.batch_size={train.batch_size} times train.seq_len={train.seq_len} times "
-                f"model.experts_per_token={self.model.experts_per_token} are {choices} choices of "
+                f"model.moe.experts_per_token={moe.experts_per_token} are {choices} choices of "
                 f"experts; write fewer than 2147483648"
             )
         if train.halt_on_nan and self.precision.compute == "f16":
@@ -607,10 +609,10 @@ class Config:
                 "train.halt_on_nan=true would end the run at an ordinary overflow of the loss "
                 "scale of precision.compute=f16; write train.halt_on_nan=false"
             )
-        if self.model.experts is None and self.layout.experts != ["expert"]:
+        if moe.experts is None and self.layout.experts != ["expert"]:
             raise ValueError(
                 f"layout.experts=[{', '.join(self.layout.experts)}] is not read by a model without "
-                f"experts; write model.experts=8 or leave it out"
+                f"experts; write model.moe.experts=8 or leave it out"
             )
         biased = self.model.bias != "none" or self.model.attention_sink
         if optimizer.groups.bias != GroupConfig() and not biased:
@@ -618,14 +620,10 @@ class Config:
                 f"optimizer.groups.bias: a model with model.bias={self.model.bias} and "
                 f"model.attention_sink=false has no biases; leave it out"
             )
-        if (group := self.model.routing_group) and train.seq_len % group:
+        if (group := moe.routing_group) and train.seq_len % group:
             raise ValueError(
-                f"train.seq_len={train.seq_len} is not a multiple of model.routing_group={group}"
-            )
-        if self.model.dense_layers % self.remat.every:
-            raise ValueError(
-                f"model.dense_layers={self.model.dense_layers} is not a multiple of "
-                f"remat.every={self.remat.every}"
+                f"train.seq_len={train.seq_len} is not a multiple of "
+                f"model.moe.routing_group={group}"
             )
         warmup = optimizer.warmup_updates(train.tokens_per_update)
         if warmup >= 2**31:
@@ -635,12 +633,6 @@ class Config:
             )
         pieces, written = 1, f"model.layers={self.model.layers}"
         if (schedule := self.pipeline()) is not None:
-            if self.model.dense_layers:
-                raise ValueError(
-                    f"model.dense_layers={self.model.dense_layers}: the stages of "
-                    f"mesh.pipe={self.mesh.pipe} hold layers that are alike; write "
-                    f"model.dense_layers=0"
-                )
             if self.remat.policy == "offload":
                 raise ValueError(
                     f"remat.policy=offload on mesh.pipe={self.mesh.pipe}: what waits between a "
@@ -650,8 +642,19 @@ class Config:
             written += f" on mesh.pipe={self.mesh.pipe}, {pieces} pieces in all,"
         if self.model.layers < pieces:
             raise ValueError(f"{written} leaves some without any; write at least {pieces}")
-        if len(self.stacked_layers()) // pieces % self.remat.every:
-            raise ValueError(f"{written} is not a multiple of remat.every={self.remat.every}")
+        slots = pattern.slots(pattern.layers(self.model), pieces)
+        for segment in pattern.segments([slot.options for slot in slots]):
+            if segment.repeats % self.remat.every:
+                alike = f"has {segment.repeats} repeat(s) of {segment.period} layer(s) in a row"
+                raise ValueError(
+                    f"{written} {alike}, not a multiple of remat.every={self.remat.every}"
+                )
+        if any(len(slot.options) > 1 for slot in slots):
+            refuse_permutes(
+                self.layout,
+                self.mesh.sizes(),
+                f"{written} has stages whose layers differ: they run",
+            )
         cooldown = optimizer.cooldown_updates(train.steps)
         if optimizer.schedule == "wsd" and warmup + cooldown > train.steps:
             written = f"optimizer.warmup={warmup}"
@@ -676,15 +679,15 @@ class Config:
         """The checked table by which micro-batches pass the stages; None of one stage."""
         return self.layout.pipeline(self.mesh.pipe, self.train.microbatches)
 
-    def stacked_layers(self) -> list[int]:
-        """Numbers of the layers in the order in which the state holds them; model.layers stands for
-        padding.
+    def held_layers(self) -> dict[str, list[int]]:
+        """By kind the numbers of the layers in the order in which the state holds them;
+        model.layers stands for padding.
         """
         schedule = self.pipeline()
         if schedule is None:
-            return list(self.model.stacked)
-        sizes = schedule.stages, schedule.chunks, schedule.placement
-        return stacked_layers(self.model.layers, *sizes)
+            return pattern.held(self.model)
+        depths = held_depths(schedule.stages, schedule.chunks, schedule.placement)
+        return pattern.held_by_stages(self.model, depths)
 
     def dims(self) -> list[Dim]:
         """All sizes the mesh must divide: the model's, and those of the batches it is fed."""
@@ -698,8 +701,8 @@ class Config:
                 "train.batch_size / train.microbatches",
             ),
         ]
-        if group := self.model.routing_group:
-            groups = "train.seq_len / model.routing_group"
+        if group := self.model.moe.routing_group:
+            groups = "train.seq_len / model.moe.routing_group"
             dims.append(Dim("seq", train.seq_len // group, groups))
         if train.eval_batch_size is not None:
             dims.append(Dim("batch", train.eval_batch_size, "train.eval_batch_size"))

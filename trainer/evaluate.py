@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -30,13 +31,13 @@ def evaluate(
     eval_step,
     params: Transformer,
     batches: Iterable[Batch],
-    router_bias: jax.Array | None = None,
+    buffers: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Every target of the batches counts once; see `heldout_batches`.
 
     eval_step: from `make_eval_step`, compiled or not. Batch sums are added in f64 on the host.
     """
-    sums = [eval_step(params, batch, router_bias) for batch in batches]
+    sums = [eval_step(params, batch, buffers) for batch in batches]
     losses, targets = zip(*jax.device_get(sums), strict=True)
     count = int(sum(map(float, targets)))
     return Evaluation(sum(map(float, losses)) / count, count)
@@ -80,5 +81,5 @@ def evaluate_run(run: str | Path, overrides: Sequence[str] = ()) -> str:
         )
     batches = heldout_batches(store.heldout, config, layout)
     step = make_eval_step(config, layout)
-    result = evaluate(step, opened.params, batches, opened.router_bias)
+    result = evaluate(step, opened.params, batches, opened.buffers)
     return describe_evaluation(result, counting_levels(store))

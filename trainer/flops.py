@@ -1,9 +1,8 @@
 """Model FLOPs and utilisation: what a step must compute, not what an implementation happens to.
 
-A multiplication by a weight costs 2 FLOPs per weight and token forward, twice that backward; of
-experts those that a token chooses and those that all share, dropped choices not deducted.
-Attention costs 4·heads·head_dim per visible (query, key) pair forward, twice that backward; pairs
-are those of a whole row, so causal attention is counted half and a window exactly; packed documents
+A multiplication by a weight costs 2 FLOPs per weight and token forward, twice that backward. What
+layers cost is said beside their mathematics, in `models/layers`. Attention counts the visible
+(query, key) pairs of a whole row, so causal attention half and a window exactly; packed documents
 hide more, which is not deducted. Recomputation is not counted. MFU (arXiv 2204.02311) = FLOPs of a
 step / (seconds · devices · peak FLOP/s).
 """
@@ -12,6 +11,8 @@ from __future__ import annotations
 
 import jax
 
+from ..models.layers.kinds import layer_flops
+from ..models.pattern import layers
 from .config import Config
 
 PEAK_BF16_FLOPS = {
@@ -31,17 +32,8 @@ PEAK_BF16_FLOPS = {
 def step_flops(config: Config) -> float:
     """Model FLOPs of one optimizer step, over the whole mesh."""
     model, train = config.model, config.train
-    d, size = model.d_model, model.size_per_head
-    attention = 2 * d * (model.heads + model.num_kv_heads) * size
-    experts = model.experts_per_token + model.shared_experts
-    dense = model.layers if model.experts is None else model.dense_layers
-    mlps = dense * 3 * d * model.d_ff
-    if model.experts is not None:
-        mlps += (model.layers - dense) * d * (3 * experts * model.expert_width + model.experts)
-    weights = model.layers * attention + mlps + model.vocab_size * d
-    window = min(model.window or train.seq_len, train.seq_len)
-    pairs = window * (window + 1) / 2 + (train.seq_len - window) * window
-    forward = 2 * weights * train.seq_len + 4 * model.layers * model.heads * size * pairs
+    forward = 2 * model.vocab_size * model.d_model * train.seq_len
+    forward += sum(layer_flops(model, layer, train.seq_len) for layer in layers(model))
     return 3 * forward * train.batch_size
 
 

@@ -8,7 +8,7 @@ of them and its continuation, V vocabulary of the tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ def generate_run(
     check_prompts(prompts)
     opened = open_run(run, overrides, {"prompts": list(prompts)} | asdict(sampling))
     arguments = opened.params, opened.config, opened.layout, opened.tokenizer, prompts, sampling
-    return generate_texts(*arguments, router_bias=opened.router_bias)
+    return generate_texts(*arguments, buffers=opened.buffers)
 
 
 def generate_texts(
@@ -68,12 +68,12 @@ def generate_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling,
-    router_bias: jax.Array | None = None,
+    buffers: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """`generate` on texts. Bytes that are not UTF-8, as a cut-off character's, give U+FFFD."""
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     size, end = tokenizer.vocab_size, tokenizer.end_of_text
-    known = {"vocab_size": size, "end_of_text": end, "router_bias": router_bias}
+    known = {"vocab_size": size, "end_of_text": end, "buffers": buffers}
     continued = generate(params, config, layout, ids, sampling, **known)
     return [tokenizer.decode(np.asarray(tokens)) for tokens in continued]
 
@@ -87,7 +87,7 @@ def generate(
     *,
     vocab_size: int,
     end_of_text: int,
-    router_bias: jax.Array | None = None,
+    buffers: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Up to `sampling.tokens` token ids below `vocab_size` after each prompt, without the
     `end_of_text` at which one stops. Every process of the mesh calls it alike and gets all.
@@ -132,7 +132,7 @@ def generate(
     counts = np.asarray(lengths + [0] * (rows - len(prompts)), np.int32)
     numbers = np.arange(rows, dtype=np.int32)
     placed = place(text), place(counts), place(numbers)
-    text = _continue(params, *placed, settings, router_bias, plan)
+    text = _continue(params, *placed, settings, buffers, plan)
     return [
         _until(row[length : length + sampling.tokens].tolist(), end_of_text)
         for row, length in zip(jax.device_get(text), lengths, strict=False)
@@ -170,7 +170,7 @@ def _continue(
     lengths: jax.Array,
     numbers: jax.Array,
     settings: _Settings,
-    router_bias: jax.Array | None,
+    buffers: Mapping[str, Any] | None,
     plan: _Plan,
 ) -> jax.Array:
     """text[B, T], rows cut over `_batch`, with each row's prompt at its start -> text[B, T] with
@@ -185,7 +185,7 @@ def _continue(
         out_specs=P(),
         check_vma=False,
     )
-    return run(params, text, lengths, numbers, settings, router_bias)
+    return run(params, text, lengths, numbers, settings, buffers)
 
 
 def _continue_local(
@@ -194,7 +194,7 @@ def _continue_local(
     lengths: jax.Array,
     numbers: jax.Array,
     settings: _Settings,
-    router_bias: jax.Array | None,
+    buffers: Mapping[str, Any] | None,
     plan: _Plan,
 ) -> jax.Array:
     """Local: this device's rows of `_continue`. Devices along tensor sample the same tokens, from
@@ -202,7 +202,15 @@ def _continue_local(
     """
     layout, model = plan.layout, plan.model
     rows, slots = text.shape
-    feed = partial(extend, params, layout=layout, config=model, router_bias=router_bias)
+    feed = partial(
+        extend,
+        params,
+        slots=slots,
+        layout=layout,
+        config=model,
+        dtype=plan.dtype,
+        buffers=buffers,
+    )
     choose = jax.vmap(sample, in_axes=(0, 0, None, None, None))
     choice = settings.temperature, settings.top_k, settings.top_p
 

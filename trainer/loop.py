@@ -122,7 +122,7 @@ def train(config: Config) -> Result:
         history, levels = run.metrics.history, counting_levels(run.store)
         result = Result(run.folder, run.config, history, levels, state)
         pictures: dict[str, Callable[[Path], Any]] = {"loss.png": result.plot}
-        if config.model.experts is not None:
+        if config.model.moe.experts is not None:
             pictures["experts.png"] = result.plot_experts
         drawn = []
         for name, draw in pictures.items() if is_first() else ():
@@ -303,10 +303,9 @@ def show_sample(run: Run, state: State) -> None:
     run.phase(None)  # it is compiled first
     tokenizer, sampling = run.store.tokenizer, Sampling(seed=run.config.run.seed)
     arguments = eval_params(state), run.config, run.layout, tokenizer, [prompt], sampling
-    bias = state.router_bias
     lost = jax.errors.JaxRuntimeError if jax.process_count() > 1 else Stopped
     with decoration("sample", run.reporter.say, but=lost):
-        texts = run.wait(in_background(lambda: generate_texts(*arguments, router_bias=bias)))
+        texts = run.wait(in_background(lambda: generate_texts(*arguments, buffers=state.buffers)))
         run.reporter.say(f"sample      {prompt}{texts[0]}")
 
 
@@ -409,7 +408,7 @@ def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float
             yield batch
 
     coming = until_stopped(batches(), run.agreement)
-    result = evaluate(eval_step, eval_params(state), coming, state.router_bias)
+    result = evaluate(eval_step, eval_params(state), coming, state.buffers)
     run.metrics.write({"step": done, "eval_loss": result.loss, "eval_targets": result.targets})
     described = describe_evaluation(result, counting_levels(run.store))
     run.reporter.say(f"step {done}: {described}")
@@ -454,7 +453,7 @@ def compile_eval_step(run: Run) -> Any:
     batch = batch_shapes(size, 1, train.seq_len, layout.sharding(layout.batch_spec()))
     state = sharded_shapes(run.config, layout)
     step = make_eval_step(run.config, layout)
-    return _compile(run, step, state.params, batch, state.router_bias)
+    return _compile(run, step, state.params, batch, state.buffers)
 
 
 def _compile(run: Run, jitted: Any, *shapes: Any) -> Any:

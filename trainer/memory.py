@@ -12,35 +12,37 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
 from ..models.batch import Batch
 from ..models.config import ROUTE, RematConfig, Saved
-from ..models.dropout import Dropout, row_keys
-from ..models.transformer import Transformer, blocks, embed, stacks
+from ..models.dropout import row_keys
+from ..models.pattern import segments
+from ..models.transformer import Layers, Transformer, split
 from ..sharding.layout import Layout, specs
+from .assembly import Piece, make_stages, training_loss
 from .config import Config
 from .plan import DoesNotFitError, compile_step, in_columns, say_compiling
-from .precision import DTYPES
 from .state import abstract_state, lay_out
 from .step import step_shapes
-from .traffic import held_layers
+from .traffic import chunk_slots
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
 
 
 class Cost(NamedTuple):
-    """Of one device and one micro-batch, over all layers. saved: bytes kept for the backward pass,
-    by name. on_host: how many of them are offloaded. flops: of all matrix products, forward and
-    backward, those of hidden pairs of attention blocks too; of experts one round, with every row
-    that there is room for.
-    """
+    """Of one device and one micro-batch, over the layers of a chunk."""
 
     saved: Counter[str]
+    """bytes kept for the backward pass, by name"""
     on_host: int
+    """how many of them are offloaded"""
     flops: int
+    """of all matrix products, forward and backward, those of hidden pairs of attention blocks too;
+    of experts one round, with every row that there is room for
+    """
 
 
 def memory_table(config: Config, devices: Sequence[Any]) -> str:
@@ -52,7 +54,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
     say_compiling(
         f"the step {len(POLICIES)} times, once for each policy,", list(layout.mesh.devices.flat)
     )
-    layers = held_layers(config)
+    layers = len(chunk_slots(config))
     configs = [
         config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
         for name in POLICIES
@@ -65,7 +67,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
         except DoesNotFitError:
             return "does not fit"
 
-    routes = [ROUTE] if config.model.experts is not None else []
+    routes = [ROUTE] if config.model.moe.experts is not None else []
     names = (*get_args(Saved), *routes, UNNAMED)
     rows: dict[str, list[float]] = {
         name: [cost.saved[name] / layers for cost in costs] for name in names
@@ -92,25 +94,28 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
 
 
 def block_costs(config: Config, layout: Layout) -> Cost:
-    """What the blocks of the config cost, traced with the shapes that a device sees."""
-    params, dtype = abstract_state(config).params, DTYPES[config.precision.compute]
+    """What the layers of a chunk cost, traced with the shapes that a device sees."""
+    params, schedule = abstract_state(config).params, config.pipeline()
+    chunks = 1 if schedule is None else schedule.chunks
     traced: list[ClosedJaxpr] = []
 
     def trace(params: Transformer, batch: Batch) -> None:
         batch = jax.tree.map(lambda a: a[0], batch)
         rows = row_keys(config.run.seed, jnp.zeros((len(batch.tokens), 2), jnp.uint32))
-        dropout = Dropout(config.train.dropout, rows) if config.train.dropout else None
-        x = jax.eval_shape(lambda: embed(params, batch, layout, dtype))
+        piece = Piece(batch, rows if config.train.dropout else None)
+        stages = make_stages(config, layout, training_loss(config))
+        ends, layers = split(params)
+        layers = jax.tree.map(lambda a: a[: len(a) // chunks], layers)
+        x = jax.eval_shape(lambda: stages.embed(ends, piece))
 
-        def forward_and_backward(params: Transformer, x: jax.Array) -> Any:
-            def forward(params: Transformer, x: jax.Array) -> jax.Array:
-                model, remat = config.model, config.remat
-                return blocks(stacks(params, remat), x, batch, layout, model, remat, dropout)[0]
+        def forward_and_backward(layers: Layers, x: jax.Array) -> Any:
+            def forward(layers: Layers, x: jax.Array) -> jax.Array:
+                return stages.layers(layers, x, piece, 0)[0][0]
 
-            x, backward = jax.vjp(forward, params, x)
+            x, backward = jax.vjp(forward, layers, x)
             return backward(x)
 
-        traced.append(jax.make_jaxpr(forward_and_backward)(params, x))
+        traced.append(jax.make_jaxpr(forward_and_backward)(layers, x))
 
     in_specs = specs(params, layout.param_spec), layout.batch_spec()
     jax.eval_shape(
@@ -119,7 +124,8 @@ def block_costs(config: Config, layout: Layout) -> Cost:
         step_shapes(config, layout)[1],
     )
     jaxpr = traced[0].jaxpr
-    saved, on_host = saved_bytes(jaxpr, count=1 if params.dense_blocks is None else 2)
+    scans = segments([slot.options for slot in chunk_slots(config)])
+    saved, on_host = saved_bytes(jaxpr, count=len(scans))
     return Cost(saved, on_host, matrix_flops(jaxpr))
 
 
@@ -134,19 +140,28 @@ def temporary_bytes(config: Config, layout: Layout) -> int:
 
 def saved_bytes(jaxpr: Jaxpr, count: int) -> tuple[Counter[str], int]:
     """Bytes by name, and how many of them on the host, that the first `count` scans of `jaxpr`,
-    those over the layers of each stack, stack up.
+    those over layers, stack up.
     """
-    saved, on_host = Counter(), 0
+    saved, on_host, read = Counter(), 0, used_variables(jaxpr)
     for scan in [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][:count]:
         (body,) = inner_programs(scan)
         for index, stack in enumerate(scan.outvars):
-            if not is_carried(scan, index):
+            if stack in read and not is_carried(scan, index):
                 aval: Any = stack.aval
                 size = math.prod(aval.shape) * aval.dtype.itemsize
                 name, offloaded = origin(body, body.outvars[index])
                 saved[name] += size
                 on_host += size if offloaded else 0
     return saved, on_host
+
+
+def used_variables(jaxpr: Jaxpr) -> set[Any]:
+    """Those that anything follows from which `jaxpr` returns; sums to log are not among them."""
+    used = {var for var in jaxpr.outvars if isinstance(var, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if not used.isdisjoint(eqn.outvars):
+            used |= {var for var in eqn.invars if isinstance(var, Var)}
+    return used
 
 
 def is_carried(scan: JaxprEqn, index: int) -> bool:

@@ -1,5 +1,4 @@
-"""Optimizers from optax by name, as a chain: the rule, weight decay, the learning rate, and the
-average of parameters if there is one.
+"""Optimizers from optax by name, as a chain: the rule, weight decay, the learning rate.
 
 The rate is handed to each update (`lr=`); the chain has no schedule of its own. What differs
 between parameters goes by the role they were declared with, never by their number of dims: stacking
@@ -9,7 +8,6 @@ that it is cut over the mesh like the parameters (`state_specs`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,8 +33,6 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtra
     if config.name == "lamb":
         links.append(by_layer(optax.scale_by_trust_ratio(), ("embedding", "matrix")))
     links.append(_rate(config))
-    if config.ema is not None:
-        links.append(_average(config.ema))
     return optax.chain(*links)
 
 
@@ -111,31 +107,3 @@ def _rate(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(lambda factor, u: -(given["lr"] * factor) * u, factors, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Average:
-    """params: the average of the parameters after each of `count` updates."""
-
-    params: Any
-    count: jax.Array | None = None
-
-
-def _average(decay: float) -> optax.GradientTransformation:
-    """Average the parameters that the chain's finished updates lead to: their plain mean over the
-    first 1/(1-decay) updates, exponential from then on. So no share of it is ever initialisation.
-    """
-
-    def init(params: Any) -> Any:
-        return Average(params, jnp.zeros((), jnp.int32))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        count = state.count + 1
-        share = jnp.maximum(1 - decay, 1 / count)
-        average = jax.tree.map(
-            lambda mean, p, u: mean + share * (p + u - mean), state.params, params, updates
-        )
-        return updates, Average(average, count)
-
-    return optax.GradientTransformation(init, update)

@@ -151,7 +151,7 @@ def holdings(config: Config, layout: Layout) -> Iterator[Held]:
     zero_axes = config.layout.rules.get("embed", RULES["embed"])
     for what, tree, spec_of, stage in (
         ("parameters", state.params, layout.param_spec, 3),
-        ("optimizer state", state.opt, layout.state_spec, 1),
+        ("optimizer state", (state.opt, state.average), layout.state_spec, 1),
         ("gradient sums", state.params, layout.accumulator_spec, 2),
     ):
         shards = layout.size(zero_axes) if layout.zero >= stage else 1

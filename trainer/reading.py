@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from ..models.transformer import Transformer
 from ..sharding.keys import check_local, user_path
 from ..sharding.layout import Layout
@@ -31,14 +29,14 @@ from .state import eval_part, lay_out, sharded_shapes
 @dataclass(frozen=True)
 class OpenRun:
     """config: the run's with the overrides. tokenizer: the run's. params: their average where the
-    run keeps one (optimizer.ema). router_bias: State's.
+    run keeps one (optimizer.ema). buffers: State's.
     """
 
     config: Config
     layout: Layout
     tokenizer: Tokenizer
     params: Transformer
-    router_bias: jax.Array | None
+    buffers: dict[str, Any]
 
 
 def open_run(
@@ -65,10 +63,10 @@ def open_run(
     text = on_first(lambda: newest_tokenizer_text(path, fallback=fallback))
     target = eval_part(model_order_shapes(config, layout))
     _, restored = restore(path, target, fallback=fallback)
-    router_bias = restored.pop("router_bias", None)
-    (params,) = jax.tree.leaves(restored, is_leaf=lambda node: isinstance(node, Transformer))
+    buffers = restored.pop("buffers")
+    (params,) = restored.values()
     params = in_stage_order(params, sharded_shapes(config, layout).params, config)
-    return OpenRun(config, layout, read_tokenizer(text, str(path)), params, router_bias)
+    return OpenRun(config, layout, read_tokenizer(text, str(path)), params, buffers)
 
 
 def open_documents(run: Path, opened: OpenRun) -> Store:

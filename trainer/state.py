@@ -4,7 +4,7 @@ leaves live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,33 +12,37 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ..models.layers.kinds import first_buffers
 from ..models.position import position_words
 from ..models.transformer import Transformer
 from ..sharding.layout import Layout, is_param, make_layout, specs
 from ..sharding.mesh import make_mesh
-from .balancing import first_bias
-from .config import Config
-from .optimizer import Average, make_optimizer
+from .config import Config, OptimizerConfig
+from .optimizer import make_optimizer
 from .precision import DTYPES, LossScale, first_scale
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """step: completed updates, int32. skipped: attempts that were not finite and changed nothing,
-    int32. position: rows consumed from the epoch stream by both, uint32 [2], see
-    `models/position.py`. params: f32 masters. opt: the optimizer's moments, and its average of the
-    parameters if there is one. loss_scale: of f16, else None. router_bias: of layers and experts,
-    f32, what is added to scores where experts are chosen, with model.balance_bias, else None.
-    """
+    """Layers are stacked in the order in which the config's stages hold them."""
 
     step: jax.Array
+    """completed updates, int32"""
     skipped: jax.Array
+    """attempts that were not finite and changed nothing, int32"""
     position: jax.Array
+    """rows consumed from the epoch stream by both, uint32 [2], see `models/position.py`"""
     params: Transformer
+    """f32 masters"""
     opt: Any
+    """the optimizer's moments"""
+    average: Transformer | None
+    """that of the parameters after each update, with optimizer.ema"""
+    buffers: dict[str, Any]
+    """by kind of layer what belongs to layers and is no parameter, [n, ...] in the model's order"""
     loss_scale: LossScale | None
-    router_bias: jax.Array | None
+    """of f16"""
 
 
 def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:
@@ -66,11 +70,11 @@ def _run_once(make: Callable[[], Any], shardings: Any) -> Any:
     return jax.jit(make, out_shardings=shardings, compiler_options=options)()
 
 
-def abstract_state(config: Config, numbers: Sequence[int] | None = None) -> State:
-    """Shapes and dtypes of the state, without a device. numbers: of the layers it holds, default
-    those of the config's stages.
+def abstract_state(config: Config, held: Mapping[str, Sequence[int]] | None = None) -> State:
+    """Shapes and dtypes of the state, without a device. held: by kind the numbers of the layers in
+    its stack, default as the config's stages hold them.
     """
-    return jax.eval_shape(lambda: _first_state(config, numbers))
+    return jax.eval_shape(lambda: _first_state(config, held))
 
 
 def sharded_shapes(config: Config, layout: Layout) -> State:
@@ -87,10 +91,10 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def _first_state(config: Config, numbers: Sequence[int] | None = None) -> State:
-    numbers = config.stacked_layers() if numbers is None else numbers
+def _first_state(config: Config, held: Mapping[str, Sequence[int]] | None = None) -> State:
+    held = config.held_layers() if held is None else held
     # Any: optax's types know no flax module
-    params: Any = Transformer(config.model, jax.random.key(config.run.seed), numbers)
+    params: Any = Transformer(config.model, jax.random.key(config.run.seed), held)
     zero = jnp.zeros((), jnp.int32)
     return State(
         step=zero,
@@ -98,8 +102,9 @@ def _first_state(config: Config, numbers: Sequence[int] | None = None) -> State:
         position=jnp.asarray(position_words(0)),
         params=params,
         opt=make_optimizer(config.optimizer).init(params),
+        average=None if config.optimizer.ema is None else params,
+        buffers=first_buffers(config.model),
         loss_scale=first_scale(config.precision),
-        router_bias=first_bias(config.model),
     )
 
 
@@ -112,6 +117,7 @@ def state_specs(state: State, layout: Layout) -> State:
         replicated,
         params=specs(state.params, layout.param_spec),
         opt=jax.tree.map(lambda node: _opt_spec(node, layout), state.opt, is_leaf=is_param),
+        average=specs(state.average, layout.state_spec),
     )
 
 
@@ -126,41 +132,48 @@ def state_shardings(state: State, layout: Layout) -> State:
     return jax.tree.map(layout.sharding, state_specs(state, layout))
 
 
-def eval_params(state: State) -> Transformer:
-    """Parameters to evaluate and to generate with, laid out like state.params: the optimizer's
-    average of them, or themselves where it keeps none.
+def next_average(
+    average: Transformer | None, params: Transformer, step: jax.Array, config: OptimizerConfig
+) -> Transformer | None:
+    """After update number `step` that led to `params`: their plain mean over the first 1/(1-ema)
+    updates, exponential from then on. So no share of it is ever initialisation.
     """
-    average = state.opt[-1]
-    if not isinstance(average, Average):
+    if average is None or config.ema is None:
+        return None
+    share = jnp.maximum(1 - config.ema, 1 / step)
+    return jax.tree.map(lambda mean, p: mean + share * (p - mean), average, params)
+
+
+def eval_params(state: State) -> Transformer:
+    """Parameters to evaluate and to generate with, laid out like state.params: their average, or
+    themselves where the run keeps none.
+    """
+    if state.average is None:
         return state.params
-    return jax.device_put(average.params, jax.tree.map(lambda p: p.sharding, state.params))
+    return jax.device_put(state.average, jax.tree.map(lambda p: p.sharding, state.params))
 
 
 def eval_part(state: State) -> dict[str, Any]:
     """The part of a state that evaluation takes, to be restored alone with the shardings of
-    state.params: what `eval_params` gives, and the routers' bias where there is one.
+    state.params: what `eval_params` gives, and the buffers.
     """
-    if state.router_bias is not None:
-        return eval_part(replace(state, router_bias=None)) | {"router_bias": state.router_bias}
-    if not isinstance(state.opt[-1], Average):
-        return {"params": state.params}
-    return {"opt": (*[None] * len(state.opt[:-1]), Average(params=state.params))}
+    name = "params" if state.average is None else "average"
+    return {name: state.params, "buffers": state.buffers}
 
 
 def with_params(state: State, params: Transformer) -> State:
     """A first state that begins with other parameters; the average begins with them too."""
-    average = state.opt[-1]
-    if not isinstance(average, Average):
+    if state.average is None:
         return replace(state, params=params)
     # a copy: the step is given both to write over
     copy = jax.device_put(
-        jax.tree.map(jnp.copy, params), jax.tree.map(lambda p: p.sharding, average.params)
+        jax.tree.map(jnp.copy, params), jax.tree.map(lambda p: p.sharding, state.average)
     )
-    return replace(state, params=params, opt=(*state.opt[:-1], replace(average, params=copy)))
+    return replace(state, params=params, average=copy)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Path in dots (`params.blocks.attention.q`) -> leaf, in the order of `jax.tree.leaves`."""
+    """Path in dots (`params.layers.attention.q`) -> leaf, in the order of `jax.tree.leaves`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
     return {

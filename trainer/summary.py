@@ -25,7 +25,10 @@ def summarize(config: Config, layout: Layout, state: State) -> list[str]:
     padded_rows = config.model.padded_vocab - config.model.vocab_size
     padding = tables * padded_rows * config.model.d_model
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) - padding
-    held = device_bytes(state.params, shardings.params), device_bytes(state.opt, shardings.opt)
+    held = (
+        device_bytes(state.params, shardings.params),
+        device_bytes((state.opt, state.average), (shardings.opt, shardings.average)),
+    )
     dtypes = Counter(str(leaf.dtype) for leaf in jax.tree.leaves(state))
     decay = named_leaves(decayed(state.params, config.optimizer))
     factors = named_leaves(rate_factors(state.params, config.optimizer))

@@ -1,61 +1,78 @@
 """What a step must move, by the formulas of the papers: the bytes that one device sends, by
-mechanism, mesh axes and collective. `plan` prints them beside what was compiled.
-
-On a ring of N devices, n the bytes of the full array: all-reduce 2(N-1)/N·n; all-gather,
-reduce-scatter and N-1 permutes (N-1)/N·n.
+mechanism, mesh axes and collective. `plan` prints them beside what was compiled. Those of a
+mechanism stand beside it; here they are added up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from ..models.config import CORE
-from ..models.moe import expert_limit
+from ..models.layers.kinds import adds_loss, layer_sent, measured
+from ..models.pattern import Layer, Slot, layers, slots
 from ..models.vocab import tokens_at_once
-from ..sharding.exchange import exchange_rows
 from ..sharding.gradients import UNREDUCED_AXES
 from ..sharding.layout import Layout, entry_axes, is_param, spec_axes
 from ..sharding.pipeline.orders import permutes, splits_backward
+from ..sharding.traffic import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    PERMUTE,
+    REDUCE_SCATTER,
+    LayerRuns,
+    Traffic,
+    ring,
+)
 from .config import Config
 from .precision import DTYPES
 from .state import abstract_state
-
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """what: the mechanism. axes: mesh axes of size > 1. sent: bytes of one device in one step."""
-
-    what: str
-    kind: str
-    axes: tuple[str, ...]
-    sent: float
 
 
 def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
     """All that a train step moves; mechanisms that send nothing in this layout are left out."""
     found = [
         *weight_traffic(config, layout),
-        *activation_traffic(config, layout),
-        *attention_traffic(config, layout),
-        *expert_traffic(config, layout),
+        *layer_traffic(config, layout),
+        *ends_traffic(config, layout),
         *pipe_traffic(config, layout),
         *scalar_traffic(config, layout),
     ]
     return [traffic for traffic in found if traffic.sent]
 
 
-def held_layers(config: Config) -> int:
-    """Layers of one device, padding included."""
-    return config.model.dense_layers + len(config.stacked_layers()) // config.mesh.pipe
+def chunk_slots(config: Config) -> tuple[Slot, ...]:
+    """The places for layers of one chunk; a device holds as many chunks as the schedule says."""
+    schedule = config.pipeline()
+    pieces = 1 if schedule is None else schedule.stages * schedule.chunks
+    return slots(layers(config.model), pieces)
+
+
+def layer_runs(config: Config, layout: Layout) -> Iterator[tuple[Layer, LayerRuns]]:
+    """Each layer of a device, and how often it runs in a step. Where stages differ, the first one's
+    layers; those are recomputed under any policy.
+    """
+    train, saved = config.train, config.remat.saved
+    schedule, times = config.pipeline(), passes(config)
+    again = 0 if saved is None else times / config.remat.every
+    runs = LayerRuns(
+        rows=train.batch_size // train.microbatches // layout.size(layout.axes("batch")),
+        seq_len=train.seq_len,
+        passes=times,
+        again=again,
+        saved=frozenset(saved or ()),
+        itemsize=jnp.dtype(DTYPES[config.precision.compute]).itemsize,
+        apart=schedule is not None and splits_backward(schedule),
+    )
+    for _ in range(1 if schedule is None else schedule.chunks):
+        for slot in chunk_slots(config):
+            if len(slot.options) == 1:
+                yield slot.options[0], runs
+            else:
+                yield slot.options[slot.choice[0]], replace(runs, again=times)
 
 
 def passes(config: Config) -> float:
@@ -83,7 +100,7 @@ def pipe_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     n = tokens * config.model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
     n //= layout.size((*layout.axes("batch"), *layout.axes("seq")))
     yield Traffic("stages", PERMUTE, ("pipe",), n * permutes(schedule))
-    yield _ring("vocabulary", ALL_REDUCE, ["pipe"], 4 * n * train.microbatches, layout)
+    yield ring("vocabulary", ALL_REDUCE, ["pipe"], 4 * n * train.microbatches, layout)
 
 
 def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
@@ -100,7 +117,7 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     params = abstract_state(config).params
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
     for path, param in leaves:
-        in_block = path[0].name in ("blocks", "dense_blocks")
+        in_block = path[0].name == "layers"
         compute = 4 if "routes" in param.axes else activations  # routers work in f32
         uses = 2 if path[0].name == "embed" and params.unembed is None else 1
         stack = param.get_value().ndim - len(param.axes)
@@ -116,161 +133,49 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
         missing = [axis for axis in layout.mesh.axis_names if axis not in (*state, *UNREDUCED_AXES)]
         n = whole * (passes(config) if in_block else config.train.microbatches)
         gathers = 2 if in_block else uses
-        yield _ring("ZeRO-3 weights", ALL_GATHER, gathered, n * gathers * compute, layout)
-        yield _ring("ZeRO-3 gradients", REDUCE_SCATTER, gathered, n * uses * reduce, layout)
-        yield _ring("ZeRO-2 gradients", REDUCE_SCATTER, scattered, n * reduce, layout)
-        yield _ring("ZeRO-1 gradients", REDUCE_SCATTER, late, whole * reduce, layout)
-        yield _ring("updated parameters", ALL_GATHER, [*scattered, *late], whole * master, layout)
+        yield ring("ZeRO-3 weights", ALL_GATHER, gathered, n * gathers * compute, layout)
+        yield ring("ZeRO-3 gradients", REDUCE_SCATTER, gathered, n * uses * reduce, layout)
+        yield ring("ZeRO-2 gradients", REDUCE_SCATTER, scattered, n * reduce, layout)
+        yield ring("ZeRO-1 gradients", REDUCE_SCATTER, late, whole * reduce, layout)
+        yield ring("updated parameters", ALL_GATHER, [*scattered, *late], whole * master, layout)
         rest = whole // layout.size(cut) * reduce
-        yield _ring("gradients", ALL_REDUCE, missing, rest, layout)
+        yield ring("gradients", ALL_REDUCE, missing, rest, layout)
 
 
-def activation_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Of the residual stream over tensor, n its bytes on a tensor group, L layers (Megatron:
-    arXiv 1909.08053; with sequence parallelism: 2205.05198), but for experts.
+def layer_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of the layers, as they say of themselves."""
+    for layer, runs in layer_runs(config, layout):
+        yield from layer_sent(config.model, layer, runs, layout)
 
-    In a layer two entrances gather n forward and once more for the weights' gradients, two exits do
-    so backward: 6 n; 8 n where a schedule has those gradients apart. Exits forward and entrances
-    backward reduce-scatter: 4 n. The embedding adds one exit, the output layer one entrance, whose
-    backward is part of the same sweep. Without sequence parallelism only exits move: all-reduces,
-    forward and backward, and once more for gradients apart. Full recomputation runs attention's
-    exit again; its entrances are those of the backward pass. Collective matmul (doi
-    10.1145/3567955.3567959) sends the layers' part in N-1 permutes of n/N each.
+
+def ends_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of embedding and output layer over tensor, n the bytes of the residual stream on a tensor
+    group. The embedding is one exit, the output layer one entrance, whose backward is part of the
+    same sweep. Once a micro-batch and chunk positions and documents, two integers of each token,
+    are gathered over context.
     """
     model, train = config.model, config.train
     rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
     tokens = rows * train.seq_len // layout.size("context")
     n = tokens * model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
-    saved = config.remat.saved
-    layers = held_layers(config) * passes(config)
-    recomputed = layers / config.remat.every
-    again = recomputed if saved is not None and "attention.out" not in saved else 0
-    # of MLPs all, but where experts without shared ones stand in their place
-    mlps = layers
-    if model.experts is not None and not model.shared_experts:
-        mlps = model.dense_layers * passes(config)
-    schedule = config.pipeline()
-    apart = schedule is not None and splits_backward(schedule)
-    gathers, scatters = 3 * (layers + mlps), 2 * (layers + mlps) + again
-    if apart and layout.sequence_parallel:
-        gathers += layers + mlps
-    elif apart:
-        scatters += layers + mlps
     ends = 2 * train.microbatches
-    if layout.overlap:
-        yield _ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)
-        gathers = scatters = 0
     if layout.sequence_parallel:
-        yield _ring("activations", ALL_GATHER, ["tensor"], (gathers + ends) * n, layout)
-        yield _ring("activations", REDUCE_SCATTER, ["tensor"], (scatters + ends) * n, layout)
+        yield ring("activations", ALL_GATHER, ["tensor"], ends * n, layout)
+        yield ring("activations", REDUCE_SCATTER, ["tensor"], ends * n, layout)
     else:
-        yield _ring("activations", ALL_REDUCE, ["tensor"], (scatters + ends) * n, layout)
+        yield ring("activations", ALL_REDUCE, ["tensor"], ends * n, layout)
+
+    schedule = config.pipeline()
+    chunks = 1 if schedule is None else schedule.chunks
+    places = 2 * 4 * chunks * rows * passes(config) * train.seq_len
+    yield ring("places of tokens", ALL_GATHER, ["context"], places, layout)
 
     # three statistics of each token's logits: maximum, sum of exponentials, target
     statistics = 4 if train.label_smoothing else 3
     axes = layout.axes("vocab")
     chunk = min(tokens_at_once(model.padded_vocab // layout.size(axes)), tokens)
     padded = math.ceil(tokens / chunk) * chunk * train.microbatches
-    yield _ring("logits", ALL_REDUCE, axes, statistics * padded * 4, layout)
-
-
-def attention_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Of queries, keys and values over context, P devices in N groups of U, L layers.
-
-    U neighbours exchange q, k, v and o forward and their gradients backward, k and v repeated to a
-    multiple of U heads, (U-1)/U of what each holds (Ulysses: arXiv 2309.14509). Across groups, n
-    the bytes of k and v that a device then holds, a ring sends (N-1) n forward, the same backward,
-    and N n of their gradients, in f32 (2310.01889). Gathered, they are sent as often, but the
-    gradients only (P-1) n (2407.21783). Recomputation sends what is forward again, but for a ring
-    and a gather whose o and logsumexp are saved. Once a micro-batch positions and documents, two
-    integers of each token, are gathered.
-    """
-    model, train, axes = config.model, config.train, ["context"]
-    devices, neighbours = layout.size("context"), layout.resolved.ulysses
-    rows = train.batch_size / train.microbatches / layout.size(layout.axes("batch"))
-    rows *= passes(config)
-    layers, schedule = held_layers(config), config.pipeline()
-    chunks = 1 if schedule is None else schedule.chunks
-    compute, saved = jnp.dtype(DTYPES[config.precision.compute]).itemsize, config.remat.saved
-    recomputed = 0 if saved is None else layers // config.remat.every
-    tensor = layout.size("tensor")
-    heads = model.heads // tensor
-    kv_heads = math.lcm((layout.resolved.kv_copies or model.num_kv_heads) // tensor, neighbours)
-    head = rows * train.seq_len * model.size_per_head  # elements, all tokens
-    yield _ring("places of tokens", ALL_GATHER, axes, 2 * 4 * chunks * rows * train.seq_len, layout)
-
-    exchanged = (2 * heads + 2 * kv_heads) * head // devices * compute
-    sent = exchanged * (neighbours - 1) / neighbours * (2 * layers + recomputed)
-    yield Traffic("Ulysses", ALL_TO_ALL, ("context",), sent)
-
-    held = 2 * kv_heads // neighbours * head  # elements of k and v, all groups
-    forward = layers + (0 if saved and {*CORE} <= {*saved} else recomputed)
-    there = held * compute * (forward + layers)
-    back = held * 4 * layers
-    if layout.context == "all_gather":
-        yield _ring("keys and values", ALL_GATHER, axes, there, layout)
-        yield _ring("their gradients", REDUCE_SCATTER, axes, back, layout)
-    else:
-        groups = devices // neighbours
-        hops = there * (groups - 1) + (back * groups if groups > 1 else 0)
-        yield Traffic("keys and values", PERMUTE, ("context",), hops / groups)
-
-
-def expert_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Of L layers with experts, P devices that share them out, T tokens of a device with k choices
-    each, rows of h bytes.
-
-    P·C rows go to their experts and what these make of them comes back: 2 P·C·h·(P-1)/P forward,
-    and of their gradients as much backward. With a capacity C bounds what one pair of devices
-    exchanges, and a recomputation sends rows again; without, this is one round, C = SLACK·T·k/P,
-    and the backward pass sends rows again. A gate and an expert's number, and the gate's gradient,
-    travel with a row. Where tensor cuts experts' width, tokens are gathered over it first and what
-    experts make of them is reduce-scattered. The balance loss all-reduces counts.
-    """
-    model, train = config.model, config.train
-    if model.experts is None:
-        return
-    axes, width = layout.axes("expert"), model.experts_per_token
-    layers = held_layers(config) - model.dense_layers
-    compute = jnp.dtype(DTYPES[config.precision.compute]).itemsize
-    rows = train.batch_size // train.microbatches // layout.size(layout.axes("batch"))
-    times = layers * passes(config)
-    recomputed = 0 if config.remat.saved is None else layers // config.remat.every
-    again = recomputed * passes(config)
-
-    whole = rows * train.seq_len // layout.size("context")  # tokens of a tensor group
-    small, x = 4 * whole * width, whole * model.d_model * compute
-    apart, sequence = "tensor" in axes, layout.sequence_parallel
-    if sequence and not apart:
-        gathers = (2 * times + again) * x + 2 * (times + again) * small
-        yield _ring("tokens for experts", ALL_GATHER, ["tensor"], gathers, layout)
-        scatters = times * (2 * x + small)
-        yield _ring("tokens for experts", REDUCE_SCATTER, ["tensor"], scatters, layout)
-    elif not apart:
-        yield _ring("tokens for experts", ALL_REDUCE, ["tensor"], 2 * times * x, layout)
-    elif not sequence:
-        yield _ring("tokens for experts", ALL_GATHER, ["tensor"], times * x, layout)
-        yield _ring("tokens for experts", REDUCE_SCATTER, ["tensor"], times * x, layout)
-    own = whole // layout.size("tensor") if apart else whole
-
-    devices = layout.size(axes)
-    limit = expert_limit(own, model)
-    sent = devices * exchange_rows(own * width, model.experts, devices, limit)
-    there = model.d_model * compute + 8
-    if limit is None:
-        row = times * (2 * there + 3 * model.d_model * compute + 4)
-        yield _ring("rounds", ALL_REDUCE, axes, 2 * 4 * times, layout)
-    else:
-        row = times * (there + 3 * model.d_model * compute + 4) + again * there
-    yield _ring("experts' tokens", ALL_TO_ALL, axes, sent * row, layout)
-
-    counted = 4 * model.experts * (times + again) * bool(model.balance_loss)
-    if model.balance == "microbatch":
-        everywhere = [*layout.axes("batch"), *layout.axes("seq")]
-        yield _ring("balance", ALL_REDUCE, everywhere, counted, layout)
-    else:
-        n = rows * train.seq_len * counted
-        yield _ring("balance", ALL_REDUCE, layout.axes("seq"), n, layout)
+    yield ring("logits", ALL_REDUCE, axes, statistics * padded * 4, layout)
 
 
 def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
@@ -279,27 +184,17 @@ def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     """
     train, names = config.train, layout.mesh.axis_names
     everywhere = [axis for axis in names if axis not in UNREDUCED_AXES]
-    yield _ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
+    yield ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
     sums = 1 + bool(train.z_loss) + bool(train.label_smoothing)
-    if (model := config.model).experts is not None:
-        yield _ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
-        layers = model.layers - model.dense_layers
-        sums += layers * (model.experts + (model.capacity is not None)) + 1
-        sums += bool(model.balance_loss) + bool(model.router_z_loss)
-    yield _ring("metrics", ALL_REDUCE, everywhere, 4 * sums, layout)
+    if adds_loss(config.model):
+        yield ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
+    sums += measured(config.model)
+    yield ring("metrics", ALL_REDUCE, everywhere, 4 * sums, layout)
     params = abstract_state(config).params
     leaves = jax.tree.leaves(params, is_leaf=is_param)
     if train.halt_on_nan:
-        yield _ring("metrics", ALL_REDUCE, everywhere, 4 * train.microbatches * len(leaves), layout)
+        yield ring("metrics", ALL_REDUCE, everywhere, 4 * train.microbatches * len(leaves), layout)
     for param in leaves:
         stack = param.get_value().ndim - len(param.axes)
         for entry in layout.state_spec(param.axes, stack):
-            yield _ring("global norm", ALL_REDUCE, entry_axes(entry), 4, layout)
-
-
-def _ring(what: str, kind: str, axes: Sequence[str], n: float, layout: Layout) -> Traffic:
-    """What one device sends of n bytes."""
-    wide = tuple(axis for axis in layout.mesh.axis_names if axis in axes and layout.size(axis) > 1)
-    devices = layout.size(wide)
-    factor: Any = 2 if kind == ALL_REDUCE else 1
-    return Traffic(what, kind, wide, factor * (devices - 1) / devices * n)
+            yield ring("global norm", ALL_REDUCE, entry_axes(entry), 4, layout)

@@ -292,10 +292,10 @@ def possible_pipelines(config: Config) -> list[str]:
 
 def choices_for(config: Config) -> dict[str, tuple[Any, ...]]:
     """CHOICES, or those of a model with experts."""
-    if config.model.experts is None:
+    if config.model.moe.experts is None:
         return CHOICES
     dropped = {"layout.context", "layout.overlap"}
-    if config.model.balance == "microbatch":  # a unit whose losses depend on them
+    if config.model.moe.aux_loss_over == "microbatch":  # a unit whose losses depend on them
         dropped.add("train.microbatches")
     kept = {key: values for key, values in CHOICES.items() if key not in dropped}
     return kept | EXPERT_CHOICES

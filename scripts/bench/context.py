@@ -24,7 +24,7 @@ from measure import (
 )
 
 from meshwright import load
-from meshwright.models.attention_kernel import Mask, Tokens, block_kernel
+from meshwright.models.kernels.attention import Mask, Tokens, block_kernel
 from meshwright.sharding import context
 from meshwright.sharding.layout import Layout
 from meshwright.trainer.state import abstract_state, lay_out

@@ -15,7 +15,7 @@ import jax
 from measure import Figure, report, start_jax
 
 from meshwright import load
-from meshwright.models.moe import expert_limit
+from meshwright.models.layers.moe import expert_limit
 from meshwright.sharding import hlo
 from meshwright.sharding.exchange import exchange_rows
 from meshwright.sharding.grouped import block_sizes
@@ -33,7 +33,12 @@ def main() -> int:
     preset, figures = load("moe", *ONE_DEVICE), []
     alone = expert_flops(step_text(preset), preset, 1)
     for name, overrides, most_sent, most_done in (
-        ("capacity 1", ("model.capacity=1.0", "model.routing_group=128"), 1.02, 1 / 8),
+        (
+            "capacity 1",
+            ("model.moe.capacity_factor=1.0", "model.moe.routing_group=128"),
+            1.02,
+            1 / 8,
+        ),
         ("dropless, one round", (), 1.6, 0.153),
     ):
         config = load("moe", *SHARED, *overrides)
@@ -75,13 +80,13 @@ def expert_flops(text: str, config: Config, devices: int) -> int:
     """
     computations, entry = hlo.parse(text)
     model, tokens = config.model, config.train.batch_size * config.train.seq_len
-    assert model.experts is not None
-    choices, row = tokens * model.experts_per_token, 2 * model.d_model * model.expert_width
-    share, arriving = choices // model.experts, choices
+    assert model.moe.experts is not None
+    choices, row = tokens * model.moe.experts_per_token, 2 * model.d_model * model.expert_width
+    share, arriving = choices // model.moe.experts, choices
     if devices > 1:
         limit = expert_limit(tokens // devices, config.model)
-        arriving = devices * exchange_rows(choices // devices, model.experts, devices, limit)
-    blocks = block_sizes(arriving, model.experts // devices)
+        arriving = devices * exchange_rows(choices // devices, model.moe.experts, devices, limit)
+    blocks = block_sizes(arriving, model.moe.experts // devices)
     steps, trips = -(-share // blocks[-1]), {}
     for rows in blocks:
         trips[rows], steps = divmod(steps, rows // blocks[-1])

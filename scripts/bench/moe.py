@@ -47,7 +47,7 @@ def main() -> int:
     presets = load(*MOE), load(*DENSE)
     name = "preset `moe` / `tiny`, a step"
     experts, missed = compare(name, step_of, *presets, rounds, bound=1.25)
-    larger = load(*MOE, *LARGER, "model.expert_d_ff=384"), load(*DENSE, *LARGER)
+    larger = load(*MOE, *LARGER, "model.moe.d_ff=384"), load(*DENSE, *LARGER)
     compare("d_model 256, a step", step_of, *larger, rounds)
     compare("d_model 256, loss and gradients alone", gradients_of, *larger, rounds)
     return missed | memory(experts) | grouped(10 * rounds)
@@ -84,7 +84,7 @@ def memory(experts: Any) -> int:
     """Of the preset with 64 experts, whose largest array is to be far from one that has dims of
     tokens, experts and their capacity k·T/E: k·T² elements.
     """
-    config = load(*MOE, "model.experts=64")
+    config = load(*MOE, "model.moe.experts=64")
     many = compile_cold(step_of(config))
     tokens = config.train.batch_size * config.train.seq_len
     largest = max(array.elements for array in hlo.arrays(many.as_text()))

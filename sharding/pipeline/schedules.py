@@ -200,19 +200,13 @@ def forward_schedule(stages: int, microbatches: int, chunks: int, placement: Pla
     return finish("forward", microbatches, chunks, placement, table, uniform=True)
 
 
-def stacked_layers(layers: int, stages: int, chunks: int, placement: Placement) -> list[int]:
-    """Numbers of the layers in the order in which stages hold them: stage by stage, chunk by chunk.
-    Layers are spread evenly over the model's depth; each chunk has as many places as the fullest
-    one, and `layers` stands where it has no layer.
-    """
-    depths = stages * chunks
-    numbers = []
-    for stage in range(stages):
-        for chunk in range(chunks):
-            depth = depth_of(placement, stages, chunks, stage, chunk)
-            own = list(range(layers * depth // depths, layers * (depth + 1) // depths))
-            numbers += own + [layers] * (-(-layers // depths) - len(own))
-    return numbers
+def held_depths(stages: int, chunks: int, placement: Placement) -> list[int]:
+    """Depths of all chunks as stages hold them: stage by stage, chunk by chunk."""
+    return [
+        depth_of(placement, stages, chunks, stage, chunk)
+        for stage in range(stages)
+        for chunk in range(chunks)
+    ]
 
 
 def lifetimes(schedule: Schedule) -> dict[Value, tuple[int, int]]:

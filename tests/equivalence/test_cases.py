@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.models.batch import Batch
-from meshwright.models.transformer import Block
+from meshwright.models.layers.attention import Attention
 from meshwright.trainer.optimizer import decayed
 from meshwright.trainer.state import abstract_state, init_state, lay_out, named_leaves
 from meshwright.trainer.step import make_train_step
@@ -123,7 +123,7 @@ def test_c12_no_gradient_of_the_step_is_reduced_in_bf16(zero):
 
 
 def test_c13_decay_follows_the_role_not_the_number_of_dims():
-    config = make_config(*T0, "model.bias=all", "model.qk_norm=true")
+    config = make_config(*T0, "model.bias=all", "model.qk_norm=head")
     state = abstract_state(config)
 
     def decaying(tree):
@@ -131,14 +131,16 @@ def test_c13_decay_follows_the_role_not_the_number_of_dims():
             name for name, flag in named_leaves(decayed(tree, config.optimizer)).items() if flag
         }
 
-    blocks = {f"attention.{name}" for name in "qkvo"} | {"mlp.gate", "mlp.up", "mlp.down"}
-    expected = {"embed", "unembed", *(f"blocks.{name}" for name in blocks)}
+    blocks = {f"attention.{name}" for name in "qkvo"} | {
+        f"swiglu.{name}" for name in ("gate", "up", "down")
+    }
+    expected = {"embed", "unembed", *(f"layers.{name}" for name in blocks)}
     assert decaying(state.params) == expected
 
-    one = jax.eval_shape(lambda: Block(config.model, jax.random.key(0), dense=True))
+    one = jax.eval_shape(lambda: Attention(config.model, jax.random.key(0)))
     for stack in ((), (4,), (2, 3, 4)):  # one layer; layers; chunks of stages of layers
         stacked = jax.tree.map(lambda a, s=stack: jax.ShapeDtypeStruct(s + a.shape, a.dtype), one)
-        assert decaying(stacked) == blocks
+        assert decaying(stacked) == set("qkvo")
 
     lines = summarize(config, lay_out(config, first_devices(config)), state)
     (printed,) = (line for line in lines if line.startswith("decayed"))
@@ -169,7 +171,7 @@ def test_c17_replicas_of_kv_weights_stay_the_same_bits():
     model = (*EIGHT_HEADS, "model.kv_heads=2", "model.layers=2", "train.seq_len=16", *SGD)
     history, state = train(20, *model, "mesh.data=2", "mesh.tensor=4")
     expected_history, expected_state = train(20, *model)
-    for name, leaf in named_leaves(state.params.blocks.attention).items():
+    for name, leaf in named_leaves(state.params.layers.attention).items():
         copies = {}
         for shard in leaf.addressable_shards:
             copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))

@@ -33,26 +33,26 @@ from runs import (
     train,
 )
 
-MOE = (*SMALL, "model.experts=8", "model.balance_loss=0.1", "model.router_z_loss=0.05")
-CAPACITY = ("model.capacity=1.0", "model.routing_group=4")
+MOE = (*SMALL, "model.moe.experts=8", "model.moe.aux_loss=0.1", "model.moe.z_loss=0.05")
+CAPACITY = ("model.moe.capacity_factor=1.0", "model.moe.routing_group=4")
 KINDS = {
-    "Switch": ("model.experts_per_token=1", "model.normalize_gates=false", *CAPACITY),
+    "Switch": ("model.moe.experts_per_token=1", "model.moe.normalize_gates=false", *CAPACITY),
     "GShard, a micro-batch in balance": (
-        "model.balance=microbatch",
-        "model.overflow=probability",
+        "model.moe.aux_loss_over=microbatch",
+        "model.moe.overflow=probability",
         "train.microbatches=2",
         *CAPACITY,
     ),
     "Mixtral": (),
     "DeepSeek": (
-        "model.router_scores=sigmoid",
-        "model.experts_per_token=3",
-        "model.expert_groups=4",
-        "model.groups_per_token=2",
-        "model.gate_scale=2.5",
-        "model.shared_experts=2",
+        "model.moe.scores=sigmoid",
+        "model.moe.experts_per_token=3",
+        "model.moe.groups=4",
+        "model.moe.groups_per_token=2",
+        "model.moe.gate_scale=2.5",
+        "model.moe.shared_experts=2",
         "model.dense_layers=1",
-        "model.expert_d_ff=8",
+        "model.moe.d_ff=8",
         "remat.policy=full",
     ),
 }
@@ -64,17 +64,21 @@ def test_every_router_equals_the_plain_model(kind):
     overrides = (*MOE, *KINDS[kind])
     metrics, grads = gradients(*overrides)
     expected, expected_grads = reference_gradients(*overrides)
-    objective = sum(metrics[name] for name in ("loss", "balance_loss", "router_z_loss"))
+    objective = sum(metrics[name] for name in ("loss", "router_aux_loss", "router_z_loss"))
     assert_allclose(
         [metrics["loss"], objective], [expected["loss"], expected["objective"]], rtol=1e-5
     )
     assert_same_gradients(grads, expected_grads)
-    assert bool(np.sum(metrics.get("dropped", 0))) == ("model.capacity=1.0" in overrides)
+    assert bool(np.sum(metrics.get("dropped", 0))) == ("model.moe.capacity_factor=1.0" in overrides)
 
 
 _, GSHARD, MIXTRAL, DEEPSEEK = KINDS.values()
-SMALL_GROUPS = ("model.capacity=0.75", "model.routing_group=2", "model.balance=microbatch")
-SECOND = ("model.random_second=true",)
+SMALL_GROUPS = (
+    "model.moe.capacity_factor=0.75",
+    "model.moe.routing_group=2",
+    "model.moe.aux_loss_over=microbatch",
+)
+SECOND = ("model.moe.second_expert=random",)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +154,12 @@ VALUES = {
     [*COVER, *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW)],
 )
 def test_every_way_to_share_experts_out_equals_one_device(choices, capacity, layout):
-    limit = () if capacity is None else (f"model.capacity={capacity}", "model.routing_group=4")
-    assert_equals_one_device((f"model.experts_per_token={choices}", *limit), layout)
+    limit = (
+        ()
+        if capacity is None
+        else (f"model.moe.capacity_factor={capacity}", "model.moe.routing_group=4")
+    )
+    assert_equals_one_device((f"model.moe.experts_per_token={choices}", *limit), layout)
 
 
 def test_every_two_values_meet_in_the_cover():
@@ -190,14 +198,23 @@ def test_a_dense_model_shares_no_experts_out():
         make_config(*SMALL, "layout.experts=[context]")
     assert str(error.value) == (
         "layout.experts=[context] is not read by a model without experts; "
-        "write model.experts=8 or leave it out"
+        "write model.moe.experts=8 or leave it out"
     )
 
 
 BY_PROBABILITY = (
-    *("model.experts=16", "model.expert_groups=4", "model.groups_per_token=2"),
-    *("model.experts_per_token=3", "model.router_scores=sigmoid", "model.overflow=probability"),
-    *("model.capacity=1.25", "model.routing_group=16", "train.seq_len=32", "model.layers=4"),
+    *("model.moe.experts=16", "model.moe.groups=4", "model.moe.groups_per_token=2"),
+    *(
+        "model.moe.experts_per_token=3",
+        "model.moe.scores=sigmoid",
+        "model.moe.overflow=probability",
+    ),
+    *(
+        "model.moe.capacity_factor=1.25",
+        "model.moe.routing_group=16",
+        "train.seq_len=32",
+        "model.layers=4",
+    ),
 )
 
 
@@ -242,7 +259,7 @@ def test_repeats_are_dropped_as_in_the_plain_model():
 
 
 def test_unlimited_capacity_equals_dropless():
-    unlimited = ("model.capacity=8.0", "model.routing_group=4")
+    unlimited = ("model.moe.capacity_factor=8.0", "model.moe.routing_group=4")
     metrics, grads = gradients(*MOE, *unlimited, "mesh.expert=2")
     expected, expected_grads = gradients(*MOE)
     assert metrics.pop("dropped") == [0, 0]
@@ -260,7 +277,7 @@ def padded(batch):
     return jax.tree.map(longer, batch, fills)
 
 
-@pytest.mark.parametrize("kind", [MIXTRAL, (*CAPACITY, "model.balance=microbatch")])
+@pytest.mark.parametrize("kind", [MIXTRAL, (*CAPACITY, "model.moe.aux_loss_over=microbatch")])
 def test_padding_changes_nothing_on_any_mesh(kind):
     """The second of two devices along context holds padding alone."""
     batch = padded(synthetic_batch(make_config(*MOE)))
@@ -289,11 +306,16 @@ def skewed_batch(config):
 )
 def test_c22_the_balance_loss_knows_no_shards(unit, layout):
     """Were it a mean over devices, skewed ones would make it larger."""
-    options = (*SMALL, "model.experts=8", "model.balance_loss=1.0", f"model.balance={unit}")
+    options = (
+        *SMALL,
+        "model.moe.experts=8",
+        "model.moe.aux_loss=1.0",
+        f"model.moe.aux_loss_over={unit}",
+    )
     config = make_config(*options, *layout.split())
     metrics, grads = layout_gradients(config, skewed_batch(config))
     expected, expected_grads = reference_loss_gradients(config, skewed_batch(config))
-    assert_allclose(metrics["balance_loss"], expected["objective"] - expected["loss"], rtol=1e-5)
+    assert_allclose(metrics["router_aux_loss"], expected["objective"] - expected["loss"], rtol=1e-5)
     assert_same_gradients(grads, expected_grads)
 
 
@@ -306,15 +328,15 @@ def test_c33_each_expert_counts_once_in_the_norm(experts):
     clipped, norm = jax.jit(partial(clip, limit=1.0))(jax.device_put(ones, shardings))
     expected = math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(ones)))
     assert_allclose(norm, expected, rtol=1e-6)
-    assert_allclose(clipped.blocks.mlp.up[...], 1 / expected, rtol=1e-6)
+    assert_allclose(clipped.layers.moe.up[...], 1 / expected, rtol=1e-6)
 
 
-BIASED = (*MOE, *SGD, "optimizer.lr=0.01", "model.balance_bias=0.01")
+BIASED = (*MOE, *SGD, "optimizer.lr=0.01", "model.moe.bias_update_rate=0.01")
 
 
 @functools.cache
 def bias_after_three_updates():
-    bias = np.asarray(train(3, *BIASED)[1].router_bias)
+    bias = np.asarray(train(3, *BIASED)[1].buffers["moe"])
     assert bias.shape == (2, 8) and len(np.unique(bias)) > 2
     return bias
 
@@ -329,7 +351,7 @@ def bias_after_three_updates():
 def test_the_bias_of_routers_is_the_same_on_any_mesh(layout):
     """Bits: it follows from integers. Recomputation counts nothing twice."""
     _, state = train(3, *BIASED, *layout.split())
-    np.testing.assert_array_equal(state.router_bias, bias_after_three_updates())
+    np.testing.assert_array_equal(state.buffers["moe"], bias_after_three_updates())
 
 
 def test_padding_and_evaluations_move_no_bias():
@@ -341,10 +363,10 @@ def test_padding_and_evaluations_move_no_bias():
     evaluate = make_eval_step(config, layout)
 
     def look(state):
-        evaluate(state.params, place(batches[0], config, layout), state.router_bias)
+        evaluate(state.params, place(batches[0], config, layout), state.buffers)
 
     _, state = run_steps(config, batches, between=look)
-    np.testing.assert_array_equal(state.router_bias, bias_after_three_updates())
+    np.testing.assert_array_equal(state.buffers["moe"], bias_after_three_updates())
 
 
 def test_verify_meets_experts_in_every_pair():
@@ -353,5 +375,5 @@ def test_verify_meets_experts_in_every_pair():
         for experts in ("layout.experts=[expert,context]", "layout.experts=[context,tensor]"):
             assert any({choice, experts} <= set(layout.split()) for layout in layouts)
     assert not any("layout.overlap" in layout for layout in layouts)
-    batch_wide = make_config(*MOE, "model.balance=microbatch")
+    batch_wide = make_config(*MOE, "model.moe.aux_loss_over=microbatch")
     assert not any("microbatches" in layout for layout in verify.pairwise_cover(batch_wide))

@@ -98,7 +98,7 @@ def test_every_stage_of_zero_on_every_data_and_fsdp_of_eight(zero):
 RICH = (
     *SMALL,
     "model.bias=all",
-    "model.qk_norm=true",
+    "model.qk_norm=head",
     "model.attention_sink=true",
     "model.attention_softcap=2.0",
     "model.logit_softcap=3.0",

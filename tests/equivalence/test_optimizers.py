@@ -25,6 +25,7 @@ from meshwright.trainer.state import (
     init_state,
     lay_out,
     named_leaves,
+    next_average,
     state_shardings,
     with_params,
 )
@@ -73,27 +74,31 @@ def state_after_updates(name: str, *overrides: str) -> State:
     of_grads = jax.tree.map(layout.sharding, specs(random_params(config), layout.state_spec))
     params = jax.tree.map(jnp.asarray, random_params(config))
     zero = jnp.int32(0)
-    state = State(zero, zero, zero, params, optimizer.init(params), None, None)
-    state = jax.device_put(jax.device_get(state), shardings)
+    average = None if config.optimizer.ema is None else params
+    state = State(zero, zero, zero, params, optimizer.init(params), average, {}, None)
+    state = jax.device_put(jax.device_get(state), replace(shardings, buffers={}))
 
-    def update(params, opt, grads):
+    def update(params, opt, average, grads, step):
         updates, opt = optimizer.update(grads, opt, params, lr=LR)
-        return jax.tree.map(jnp.add, params, updates), opt
+        params = jax.tree.map(jnp.add, params, updates)
+        return params, opt, next_average(average, params, step, config.optimizer)
 
-    kept = (shardings.params, shardings.opt)
+    kept = (shardings.params, shardings.opt, shardings.average)
     jitted = jax.jit(
-        update, in_shardings=(*kept, of_grads), out_shardings=kept, donate_argnums=(0, 1)
+        update, in_shardings=(*kept, of_grads, None), out_shardings=kept, donate_argnums=(0, 1, 2)
     )
-    params, opt = state.params, state.opt
-    for grads in recorded_gradients(*(key for key in overrides if key.startswith("model."))):
-        params, opt = jitted(params, opt, jax.device_put(grads, of_grads))
-    return replace(state, params=params, opt=opt)
+    own = state.params, state.opt, state.average
+    recorded = recorded_gradients(*(key for key in overrides if key.startswith("model.")))
+    for step, grads in enumerate(recorded, 1):
+        own = jitted(*own, jax.device_put(grads, of_grads), jnp.int32(step))
+    params, opt, average = own
+    return replace(state, params=params, opt=opt, average=average)
 
 
 EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "optimizer.ema=0.8")
 
 
-EXPERTS = ("model.bias=qkv", "model.experts=8", "model.shared_experts=1")
+EXPERTS = ("model.bias=qkv", "model.moe.experts=8", "model.moe.shared_experts=1")
 APART = ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", "optimizer.ema=0.8", *EXPERTS)
 OF_MATRICES = ("muon", "adafactor")
 
@@ -207,7 +212,7 @@ def test_what_is_evaluated_lies_like_the_parameters(averaging):
     assert not all(
         leaf.sharding.is_equivalent_to(param.sharding, leaf.ndim)
         for leaf, param in zip(
-            jax.tree.leaves(state.opt[-1].params), jax.tree.leaves(state.params), strict=True
+            jax.tree.leaves(state.average), jax.tree.leaves(state.params), strict=True
         )
     )
 
@@ -216,7 +221,7 @@ def test_without_an_average_the_parameters_themselves_are_evaluated(averaging):
     config, layout, _ = averaging
     state = init_state(override(config, "optimizer.ema=null"), layout)
     assert eval_params(state) is state.params
-    assert eval_part(state) == {"params": state.params}
+    assert eval_part(state) == {"params": state.params, "buffers": {}}
     other = jax.tree.map(jnp.zeros_like, state.params)
     begun = with_params(state, other)
     assert begun.params is other
@@ -234,7 +239,7 @@ def test_other_parameters_begin_their_own_average(averaging):
         assert leaf.sharding.is_equivalent_to(before.sharding, leaf.ndim)
     buffers = [
         {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
-        for leaf in jax.tree.leaves((begun.params, begun.opt[-1].params))
+        for leaf in jax.tree.leaves((begun.params, begun.average))
     ]
     assert sum(map(len, buffers)) == len(set.union(*buffers))
 
@@ -242,7 +247,6 @@ def test_other_parameters_begin_their_own_average(averaging):
 def test_the_average_is_found_by_its_name_in_a_checkpoint(averaging):
     _, _, state = averaging
     part, whole = named_leaves(eval_part(state)), named_leaves(state)
-    assert [path.partition(".params.")[2] for path in part] == list(named_leaves(state.params))
-    assert all(path.startswith("opt.") for path in part)
+    assert list(part) == [f"average.{path}" for path in named_leaves(state.params)]
     for path, leaf in part.items():
         assert (leaf.shape, leaf.dtype) == (whole[path].shape, whole[path].dtype)

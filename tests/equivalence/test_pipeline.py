@@ -73,7 +73,7 @@ TIED = (*EIGHT, "model.tie_embeddings=true", "train.z_loss=0.01", "train.dropout
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            (*EIGHT, "model.experts=4", "model.shared_experts=1"),
+            (*EIGHT, "model.moe.experts=4", "model.moe.shared_experts=1"),
             "mesh.pipe=2 layout.schedule=zb_v mesh.expert=2 mesh.fsdp=2 train.microbatches=4",
             marks=pytest.mark.slow,
         ),
@@ -146,9 +146,9 @@ def test_a_state_goes_into_the_model_s_order_and_back():
     for name, leaf in named_leaves(params).items():
         assert back[name].sharding == leaf.sharding
         np.testing.assert_array_equal(back[name], leaf, err_msg=name)
-    numbers = config.stacked_layers()
+    numbers = config.held_layers()["swiglu"]
     assert numbers == [0, 6, 3, 6, 1, 2, 4, 5]
-    up = np.asarray(named_leaves(params)["blocks.mlp.up"])
+    up = np.asarray(named_leaves(params)["layers.swiglu.up"])
     assert [bool(layer.any()) for layer in up] == [number < 6 for number in numbers]
 
 
@@ -329,7 +329,7 @@ def test_no_weight_waits_in_a_buffer(remat):
     the zeros wait that are given as taps."""
     config, _, stash, taps = stage_program(*remat, "layout.schedule=zb_h1")
     *_, whole, none = stage_program(*remat, "layout.schedule=1f1b")
-    params = jax.tree.leaves(abstract_state(config).params.blocks, is_leaf=is_param)
+    params = jax.tree.leaves(abstract_state(config).params.layers, is_leaf=is_param)
     weights = {p.get_value().shape[-len(p.axes) :] for p in params if len(p.axes) > 1}
     assert len(stash) > 5
     found = [*stash, *taps]

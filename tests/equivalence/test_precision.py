@@ -62,7 +62,7 @@ def attempt(step, state, batch, config):
 
 @pytest.mark.parametrize(
     "mesh",
-    [*MESHES, "mesh.fsdp=2 mesh.expert=4 model.experts=4 model.balance_bias=0.01"],
+    [*MESHES, "mesh.fsdp=2 mesh.expert=4 model.moe.experts=4 model.moe.bias_update_rate=0.01"],
 )
 def test_c10_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
     config = make_config(*SMALL, *mesh.split(), "optimizer.ema=0.9")
@@ -158,7 +158,7 @@ def test_a_power_of_two_scales_the_loss_and_nothing_else(scale):
         # all of them: rounding would choose others
         (
             "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
-            ("model.experts=4", "model.experts_per_token=4"),
+            ("model.moe.experts=4", "model.moe.experts_per_token=4"),
         ),
         ("mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1 train.microbatches=2", ()),
     ],
@@ -235,7 +235,7 @@ def test_halt_on_nan_marks_the_microbatch_and_the_parameters(mesh):
     embed[7, 2] = np.inf
     first, second = marks(replace_embed(params, embed))
     assert not first.any()
-    assert dict(zip(names, second, strict=True))["blocks.attention.q"]
+    assert dict(zip(names, second, strict=True))["layers.attention.q"]
 
 
 def replace_embed(params, embed):

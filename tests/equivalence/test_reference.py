@@ -17,7 +17,7 @@ TOGETHER = {
     "all biases, qk norm, softcaps, smoothing": (
         "model.bias=all",
         "model.attention_sink=true",
-        "model.qk_norm=true",
+        "model.qk_norm=head",
         "model.attention_softcap=2.0",
         "model.logit_softcap=3.0",
         "train.label_smoothing=0.1",

@@ -32,7 +32,7 @@ POLICIES = (
     "remat.policy=selective remat.names=[attention.context,attention.logsumexp]",
     "remat.policy=offload remat.names=[block.input] remat.every=2",
 )
-MODEL = (*SMALL, "model.layers=4", "model.qk_norm=true", "model.bias=all")
+MODEL = (*SMALL, "model.layers=4", "model.qk_norm=head", "model.bias=all")
 DROPPED = (*MODEL, "train.dropout=0.1")
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.models import attention_kernel
-from meshwright.models.attention_kernel import Mask, Tokens, block_kernel
+from meshwright.models.kernels import attention as attention_kernel
+from meshwright.models.kernels.attention import Mask, Tokens, block_kernel
 from meshwright.sharding.context import attend
 from runs import layout_on
 

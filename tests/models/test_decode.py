@@ -26,10 +26,19 @@ LENGTHS = np.array([1, 5, 6, 15, 9, 3, 10, 14], np.int32)
 TEXT = np.random.default_rng(0).integers(0, 257, (8, PIECE * PIECES + STEPS), dtype=np.int32)
 
 
-def feed(params, text, lengths, *, layout, config, router_bias=None):
+def feed(params, text, lengths, *, layout, config, buffers=None):
     """Logits after each piece of the prompts, [PIECES, B, V], and after each of STEPS further
     tokens, [STEPS, B, V], with the cache at the end."""
-    run = partial(extend, params, layout=layout, config=config.model, router_bias=router_bias)
+    dtype = DTYPES[config.precision.compute]
+    run = partial(
+        extend,
+        params,
+        slots=SLOTS,
+        layout=layout,
+        config=config.model,
+        dtype=dtype,
+        buffers=buffers,
+    )
 
     def piece(cache, start):
         place = (start + jnp.arange(PIECE))[None]
@@ -42,19 +51,18 @@ def feed(params, text, lengths, *, layout, config, router_bias=None):
         logits, cache = run(cache, jnp.take_along_axis(text, place, axis=1), place)
         return cache, logits
 
-    dtype = DTYPES[config.precision.compute]
     cache = empty_cache(len(text), SLOTS, layout, config.model, dtype)
     cache, prompt = jax.lax.scan(piece, cache, PIECE * jnp.arange(PIECES))
     cache, continuation = jax.lax.scan(one, cache, jnp.arange(STEPS))
     return prompt, continuation, cache
 
 
-def compiled(config, router_bias=None):
+def compiled(config, buffers=None):
     layout = lay_out(config, first_devices(config))
     params = random_params(config)
     rows, kept = P(ZERO_AXES), P(None, ZERO_AXES)
     run = shard_map(
-        partial(feed, layout=layout, config=config, router_bias=router_bias),
+        partial(feed, layout=layout, config=config, buffers=buffers),
         layout,
         (specs(params, layout.param_spec), rows, rows),
         (kept, kept, P(None, ZERO_AXES, "tensor")),
@@ -78,7 +86,7 @@ def expected(config, params=None):
 RICH = (
     "model.bias=all",
     "model.attention_sink=true",
-    "model.qk_norm=true",
+    "model.qk_norm=head",
     "model.attention_softcap=2.0",
     "model.logit_softcap=3.0",
 )
@@ -91,13 +99,13 @@ ODD = (
     "model.head_dim=6",
     "train.batch_size=12",
 )
-EXPERTS = ("model.experts=8", "model.experts_per_token=2", "model.shared_experts=1")
+EXPERTS = ("model.moe.experts=8", "model.moe.experts_per_token=2", "model.moe.shared_experts=1")
 SIGMOID = (
     *EXPERTS,
     "model.dense_layers=1",
-    "model.router_scores=sigmoid",
-    "model.expert_groups=4",
-    "model.groups_per_token=2",
+    "model.moe.scores=sigmoid",
+    "model.moe.groups=4",
+    "model.moe.groups_per_token=2",
 )
 
 
@@ -127,23 +135,25 @@ def test_equals_the_whole_text_fed_again(model, layout):
 
 def test_capacity_drops_no_token_of_a_continuation():
     """It is training's: with it the same text would lose half of its choices."""
-    limited = ("model.capacity=0.5", "model.routing_group=8")
+    limited = ("model.moe.capacity_factor=0.5", "model.moe.routing_group=8")
     config = make_config(*SMALL, *EXPERTS, *limited, "layout.sequence_parallel=false")
     _, continuation, _ = compiled(config)(TEXT, LENGTHS)
-    right = expected(override(config, "model.capacity=null", "model.routing_group=null"))[1]
+    right = expected(
+        override(config, "model.moe.capacity_factor=null", "model.moe.routing_group=null")
+    )[1]
     np.testing.assert_allclose(continuation, right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
 def test_the_bias_of_routers_chooses_and_does_not_weigh():
     """One that leaves a token two experts is a model of these two."""
-    config = make_config(*SMALL, "model.experts=8", "layout.sequence_parallel=false")
+    config = make_config(*SMALL, "model.moe.experts=8", "layout.sequence_parallel=false")
     bias = jnp.zeros((2, 8)).at[:, jnp.array([2, 5])].set(100.0)
-    _, continuation, _ = compiled(config, bias)(TEXT, LENGTHS)
+    _, continuation, _ = compiled(config, {"moe": bias})(TEXT, LENGTHS)
     params = random_params(config)
     for name, dim in (("router", -1), ("gate", 1), ("up", 1), ("down", 1)):
-        param = getattr(params.blocks.mlp, name)
-        setattr(params.blocks.mlp, name, param.replace(np.take(param.get_value(), [2, 5], dim)))
-    right = expected(override(config, "model.experts=2"), params)[1]
+        param = getattr(params.layers.moe, name)
+        setattr(params.layers.moe, name, param.replace(np.take(param.get_value(), [2, 5], dim)))
+    right = expected(override(config, "model.moe.experts=2"), params)[1]
     np.testing.assert_allclose(continuation, right, rtol=0, atol=2e-6 * np.abs(right).max())
 
 
@@ -157,7 +167,7 @@ def test_padding_leaves_no_trace():
     _, again, cache_again = run(np.where(after, 256, TEXT), LENGTHS)
     jax.tree.map(np.testing.assert_array_equal, (logits, cache), (again, cache_again))
     written = np.arange(SLOTS) < LENGTHS[:, None] + STEPS
-    for a in cache:  # [L, B, K, T, head_dim]
+    for a in cache["attention"]:  # [L, B, K, T, head_dim]
         found = np.any(np.asarray(a) != 0, axis=-1)
         np.testing.assert_array_equal(found, np.broadcast_to(written[None, :, None], found.shape))
 
@@ -167,6 +177,7 @@ def test_bf16_stays_near_f32():
         *SMALL, *RICH, "precision.compute=bf16", "mesh.tensor=4", "layout.sequence_parallel=false"
     )
     _, logits, cache = compiled(config)(TEXT, LENGTHS)
-    assert cache.k.dtype == cache.v.dtype == jnp.bfloat16 and logits.dtype == np.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
+    assert logits.dtype == np.float32
     right = expected(config)[1]
     np.testing.assert_allclose(logits, right, rtol=0, atol=0.02 * np.abs(right).max())

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshwright.models.batch import Batch
-from meshwright.models.dropout import ATTENTION, EMBEDDING, MLP, Dropout, drop, row_keys
+from meshwright.models.dropout import EMBEDDING, FFN, MIXER, Dropout, drop, row_keys
 from meshwright.models.position import advance, position_words
 from meshwright.sharding.rules import ZERO_AXES, Dim
 from meshwright.trainer.data.loader import token_order
@@ -30,7 +30,7 @@ LAYOUTS = {
 }
 
 
-def masks(rate=0.3, position=100, layer=5, site=MLP, seed=3, pieces=PIECES, **layout):
+def masks(rate=0.3, position=100, layer=5, site=FFN, seed=3, pieces=PIECES, **layout):
     """What is kept of ones, scaled, in the layout's devices: [G, B, S, D] as [G·B, S, D]."""
     layout = layout_on([Dim("seq", TOKENS, "train.seq_len")], **layout)
     batch, stream = layout.batch_spec(), P(None, ZERO_AXES, layout.axes("seq"))
@@ -79,7 +79,7 @@ def test_dropped_without_rate():
     assert drop(x, None, 0, EMBEDDING, layout) is x
 
 
-def plain(x, rate=0.25, seed=0, position=0, layer=0, site=ATTENTION):
+def plain(x, rate=0.25, seed=0, position=0, layer=0, site=MIXER):
     first = jnp.asarray([position, 0], jnp.uint32)
     rows = row_keys(seed, advance(first, jnp.arange(len(x))))
     return drop(x, Dropout(rate, rows), layer, site, layout_on(data=1))
@@ -122,8 +122,8 @@ def test_as_many_as_the_rate_says_and_independent_of_one_another(rate):
     """Means, and correlations of masks that differ in one thing, within five standard errors."""
     ones = jnp.ones((32, 64, 128))
     one = jax.jit(partial(plain, rate=rate))
-    base = {"seed": 0, "position": 0, "layer": 0, "site": ATTENTION}
-    others = {"seed": 1, "position": 32, "layer": 1, "site": MLP}
+    base = {"seed": 0, "position": 0, "layer": 0, "site": MIXER}
+    others = {"seed": 1, "position": 32, "layer": 1, "site": FFN}
     variants = [base, *(base | {key: value} for key, value in others.items())]
     dropped = [np.asarray(one(ones, **variant) == 0, np.float64) for variant in variants]
     n, deviation = ones.size, np.sqrt(rate * (1 - rate))

@@ -23,7 +23,7 @@ ODD = (
     "model.head_dim=6",
     "model.d_ff=6",
     "model.bias=all",
-    "model.qk_norm=true",
+    "model.qk_norm=head",
     "train.batch_size=24",
     "train.seq_len=16",
 )
@@ -62,9 +62,9 @@ def test_c19_weights_are_the_same_bits_on_every_mesh(odd, mesh):
 
 def test_layers_do_not_depend_on_how_many_there_are(shallow):
     deep = drawn(make_config("model.layers=8", "model.d_model=64", "model.bias=all"))
-    residual = {"blocks.attention.o", "blocks.mlp.down"}
+    residual = {"layers.attention.o", "layers.swiglu.down"}
     for name, leaf in shallow.items():
-        both = deep[name][:2] if name.startswith("blocks.") else deep[name]
+        both = deep[name][:2] if name.startswith("layers.") else deep[name]
         if name in residual:  # a quarter of the layers: half of the divisor
             np.testing.assert_allclose(2 * both, leaf, rtol=1e-6, err_msg=name)
         else:
@@ -77,13 +77,13 @@ def test_standard_deviations_are_those_documented(shallow):
     expected = {
         "embed": width**-0.5,
         "unembed": width**-0.5,
-        "blocks.attention.q": width**-0.5,
-        "blocks.attention.k": width**-0.5,
-        "blocks.attention.v": width**-0.5,
-        "blocks.attention.o": width**-0.5 / residual,
-        "blocks.mlp.gate": width**-0.5,
-        "blocks.mlp.up": width**-0.5,
-        "blocks.mlp.down": hidden**-0.5 / residual,
+        "layers.attention.q": width**-0.5,
+        "layers.attention.k": width**-0.5,
+        "layers.attention.v": width**-0.5,
+        "layers.attention.o": width**-0.5 / residual,
+        "layers.swiglu.gate": width**-0.5,
+        "layers.swiglu.up": width**-0.5,
+        "layers.swiglu.down": hidden**-0.5 / residual,
     }
     for name, std in expected.items():
         leaf = shallow[name][: config.vocab_size] if "embed" in name else shallow[name]

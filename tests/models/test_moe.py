@@ -8,12 +8,15 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from meshwright.models.config import ROUTE
-from meshwright.models.mlp import Mlp, swiglu
-from meshwright.models.moe import Moe, Routing, moe
-from meshwright.models.router import route
+from meshwright.models.inputs import LayerInputs
+from meshwright.models.kernels.attention import Tokens
+from meshwright.models.layers.moe import MOE, Moe
+from meshwright.models.layers.router import route
+from meshwright.models.layers.swiglu import Mlp, swiglu
+from meshwright.models.pattern import Layer
 from runs import layout_on, make_config, shard_map
 
-SHAPE = ("model.d_model=8", "model.heads=2", "model.d_ff=12", "model.experts=4")
+SHAPE = ("model.d_model=8", "model.heads=2", "model.d_ff=12", "model.moe.experts=4")
 LAYOUT = layout_on()
 
 
@@ -21,12 +24,18 @@ def apply(x, segments, *overrides, change=lambda p: p):
     """Output and tally of a layer, as one token of a mean over all."""
     config = make_config(*SHAPE, *overrides).model
     p = change(Moe(config, jax.random.key(0)))
-    routing = Routing(token=jnp.ones(()))
 
     def layer(x, segments):
-        return moe(p, x, segments, routing, 0, LAYOUT, config)
+        return run(p, x, segments, config)
 
     return shard_map(layer, LAYOUT, P(), P())(x, segments)
+
+
+def run(p, x, segments, config):
+    inputs = LayerInputs(
+        config, LAYOUT, segments, Tokens(segments, segments), {}, token_share=jnp.ones(())
+    )
+    return MOE.apply(p, x, Layer("attention", "moe"), inputs)
 
 
 def tokens(rows, length):
@@ -37,9 +46,9 @@ def tokens(rows, length):
 def test_one_expert_is_the_dense_mlp():
     """Output and gradients; its router has nothing to learn."""
     x, segments = tokens(2, 8), jnp.zeros((2, 8), int)
-    config = make_config(*SHAPE, "model.experts=1", "model.experts_per_token=1").model
+    config = make_config(*SHAPE, "model.moe.experts=1", "model.moe.experts_per_token=1").model
     p = Moe(config, jax.random.key(0))
-    dense = Mlp(make_config(*SHAPE).model, jax.random.key(0), 12)
+    dense = Mlp(make_config(*SHAPE).model, jax.random.key(0), 12, "mlp")
     for name in ("gate", "up", "down"):
         getattr(dense, name)[...] = getattr(p, name)[...][0]
 
@@ -51,7 +60,7 @@ def test_one_expert_is_the_dense_mlp():
         return shard_map(with_gradients, LAYOUT, P(), P())(p, x)
 
     def one_expert(p, x):
-        return moe(p, x, segments, Routing(token=jnp.ones(())), 0, LAYOUT, config)[0]
+        return run(p, x, segments, config)[0]
 
     y, dp, dx = differentiate(one_expert, p)
     expected, ddense, dx_expected = differentiate(lambda p, x: swiglu(p, x, LAYOUT), dense)
@@ -61,12 +70,14 @@ def test_one_expert_is_the_dense_mlp():
         found = getattr(dp, name)[...][0]
         assert_allclose(found, getattr(ddense, name)[...], rtol=1e-5, atol=1e-6)
     assert_allclose(dp.router[...], 0, atol=1e-6)
-    _, tally = apply(x, segments, "model.experts=1", "model.experts_per_token=1")
-    assert tally.load.tolist() == [16]
-    assert_allclose(tally.balance, 0.01 * 16, rtol=1e-6)
+    _, tally = apply(x, segments, "model.moe.experts=1", "model.moe.experts_per_token=1")
+    assert tally.by_layer["expert_load"].tolist() == [16]
+    assert_allclose(tally.totals["router_aux_loss"], 0.01 * 16, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [(), ("model.capacity=0.5", "model.routing_group=4")])
+@pytest.mark.parametrize(
+    "options", [(), ("model.moe.capacity_factor=0.5", "model.moe.routing_group=4")]
+)
 def test_padding_takes_no_capacity_and_no_statistics(options):
     x, real = tokens(2, 16), jnp.arange(16)[None] < 8
     segments = jnp.broadcast_to(jnp.where(real, 0, -1), (2, 16))
@@ -75,7 +86,7 @@ def test_padding_takes_no_capacity_and_no_statistics(options):
     assert_allclose(y[:, :8], expected, rtol=1e-5, atol=1e-6)
     assert not np.any(y[:, 8:])
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-6), tally, tally_expected)
-    assert bool(tally.dropped > 0) == bool(options)
+    assert bool(tally.by_layer.get("dropped", 0) > 0) == bool(options)
 
 
 def test_packed_documents_are_balanced_like_padded_ones():
@@ -85,8 +96,8 @@ def test_packed_documents_are_balanced_like_padded_ones():
     alone = jnp.concatenate([x[:, :8], x[:, 8:]])
     _, padded = apply(alone, jnp.zeros((2, 8), int))
     _, as_one = apply(x, jnp.zeros((1, 16), int))
-    assert_allclose(packed.balance, padded.balance, rtol=1e-6)
-    assert abs(float(as_one.balance / packed.balance) - 1) > 1e-3
+    assert_allclose(packed.loss, padded.loss, rtol=1e-6)
+    assert abs(float(as_one.loss / packed.loss) - 1) > 1e-3
 
 
 def test_overflow_goes_by_position_or_by_probability():
@@ -95,12 +106,17 @@ def test_overflow_goes_by_position_or_by_probability():
         return p
 
     x = tokens(1, 4).at[0, :, 0].set(jnp.arange(1.0, 5.0))
-    small = ("model.experts_per_token=1", "model.capacity=2.0", "model.routing_group=4")
+    small = (
+        "model.moe.experts_per_token=1",
+        "model.moe.capacity_factor=2.0",
+        "model.moe.routing_group=4",
+    )
     for overflow, served in (("position", [0, 1]), ("probability", [2, 3])):
-        overrides = (*small, f"model.overflow={overflow}")
+        overrides = (*small, f"model.moe.overflow={overflow}")
         y, tally = apply(x, jnp.zeros((1, 4), int), *overrides, change=crowd)
         assert np.flatnonzero(np.abs(y[0]).max(-1)).tolist() == served
-        assert (tally.dropped, tally.load.tolist()) == (2, [0, 0, 4, 0])
+        found = tally.by_layer
+        assert (found["dropped"], found["expert_load"].tolist()) == (2, [0, 0, 4, 0])
 
 
 def test_ties_are_broken_alike_in_recomputation():
@@ -108,11 +124,11 @@ def test_ties_are_broken_alike_in_recomputation():
     config = make_config(*SHAPE).model
     p = Moe(config, jax.random.key(0))
     p.router[...] = jnp.zeros((8, 4))
-    x, routing = tokens(2, 8), Routing(token=jnp.ones(()))
+    x = tokens(2, 8)
 
     def loss(p, x):
-        y, tally = moe(p, x, jnp.zeros((2, 8), int), routing, 0, LAYOUT, config)
-        return jnp.sum(y**2) + tally.balance, tally.load
+        y, tally = run(p, x, jnp.zeros((2, 8), int), config)
+        return jnp.sum(y**2) + tally.loss, tally.by_layer["expert_load"]
 
     policy = jax.checkpoint_policies.save_only_these_names(ROUTE)
     again = jax.checkpoint(loss, policy=policy)
@@ -132,11 +148,11 @@ def routed(logits, *overrides, bias=None):
     config = make_config(*SHAPE, *overrides).model
     noise = np.random.default_rng(0).uniform(-4e-7, 4e-7, logits.shape)
     logits = jnp.asarray(logits * (1 + noise) + 1e-7 * noise, jnp.float32)
-    return route(logits, jnp.ones(logits.shape[:2], bool), bias, None, config).experts
+    return route(logits, jnp.ones(logits.shape[:2], bool), bias, None, config.moe).experts
 
 
-WIDE = ("model.experts=16", "model.experts_per_token=3")
-SCORES = ("model.router_scores=softmax", "model.router_scores=sigmoid")
+WIDE = ("model.moe.experts=16", "model.moe.experts_per_token=3")
+SCORES = ("model.moe.scores=softmax", "model.moe.scores=sigmoid")
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -144,7 +160,7 @@ SCORES = ("model.router_scores=softmax", "model.router_scores=sigmoid")
 def test_equal_logits_choose_the_lowest_experts_of_the_lowest_groups(scores, level):
     logits = np.full((2, 8, 16), level)
     assert_array_equal(routed(logits, *WIDE, scores), np.broadcast_to([0, 1, 2], (2, 8, 3)))
-    groups = ("model.expert_groups=4", "model.groups_per_token=2")
+    groups = ("model.moe.groups=4", "model.moe.groups_per_token=2")
     logits[..., 0:4] = level - 1  # the two lowest of the groups that are equally good
     expected = np.broadcast_to([4, 5, 6], (2, 8, 3))
     assert_array_equal(routed(logits, *WIDE, scores, *groups), expected)
@@ -163,7 +179,11 @@ def test_experts_that_are_alike_are_chosen_by_number(scores):
 def test_equal_claims_go_by_choice_and_then_by_position(scores):
     """Repeated tokens: each expert takes the first of them."""
     logits = np.broadcast_to(np.random.default_rng(2).normal(size=(4, 1, 16)), (4, 16, 16))
-    room = ("model.capacity=1.0", "model.routing_group=16", "model.overflow=probability")
+    room = (
+        "model.moe.capacity_factor=1.0",
+        "model.moe.routing_group=16",
+        "model.moe.overflow=probability",
+    )
     found = routed(logits, *WIDE, *room, scores)
     best = np.argsort(-logits, axis=-1)[..., :3]
     served = np.arange(16)[None, :, None] < 3
@@ -174,5 +194,5 @@ def test_equal_claims_go_by_choice_and_then_by_position(scores):
 def test_a_step_of_the_bias_counts(level):
     logits, bias = np.full((1, 4, 16), np.log(level / (1 - level))), np.zeros(16, np.float32)
     bias[[5, 9, 11]] = 0.001
-    found = routed(logits, *WIDE, "model.router_scores=sigmoid", bias=jnp.asarray(bias))
+    found = routed(logits, *WIDE, "model.moe.scores=sigmoid", bias=jnp.asarray(bias))
     assert_array_equal(found, np.broadcast_to([5, 9, 11], (1, 4, 3)))

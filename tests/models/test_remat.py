@@ -88,5 +88,5 @@ def test_a_period_needs_a_policy_and_divides_the_layers():
         "leave it out: remat.every=1"
     )
     assert refusal("remat.policy=full", "remat.every=2", "model.layers=7") == (
-        "model.layers=7 is not a multiple of remat.every=2"
+        "model.layers=7 has 7 repeat(s) of 1 layer(s) in a row, not a multiple of remat.every=2"
     )

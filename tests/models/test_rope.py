@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.models.config import ModelConfig, RopeScalingConfig
+from meshwright.models.config import RopeScalingConfig
+from meshwright.models.pattern import Rope
 from meshwright.models.rope import frequencies, rotate, rotations
 
 SIZE, THETA = 16, 10_000.0
@@ -21,8 +22,8 @@ def scaled(kind, **settings):
     )
 
 
-def config(**settings):
-    return ModelConfig(head_dim=SIZE, rope_scaling=RopeScalingConfig(**settings))
+def turns(positions, **settings):
+    return rotations(positions, Rope(THETA, RopeScalingConfig(**settings)), SIZE)
 
 
 def test_without_scaling_frequencies_are_the_powers():
@@ -66,7 +67,7 @@ def test_yarn_is_linear_in_the_channel_between_its_bounds():
 
 def test_yarn_raises_scores_by_the_square_of_its_temperature():
     positions = jnp.arange(3)[None]
-    yarn = rotations(positions, config(kind="yarn", factor=4.0, original=8))
+    yarn = turns(positions, kind="yarn", factor=4.0, original=8)
     x = jnp.ones((1, 3, 1, SIZE))
     temperature = 0.1 * math.log(4) + 1
     np.testing.assert_allclose(jnp.sum(rotate(x, yarn) ** 2, -1), SIZE * temperature**2, rtol=1e-5)
@@ -79,7 +80,7 @@ def test_scores_depend_on_the_distance_alone(kind):
     x = jnp.linspace(-1, 1, SIZE).reshape(1, 1, 1, SIZE).repeat(2, axis=1)
 
     def score(first, second):
-        turned = rotate(x, rotations(jnp.array([[first, second]]), config(kind=kind, **settings)))
+        turned = rotate(x, turns(jnp.array([[first, second]]), kind=kind, **settings))
         return float(jnp.sum(turned[0, 0] * turned[0, 1]))
 
     assert score(3, 10) == pytest.approx(score(40, 47), rel=1e-4)

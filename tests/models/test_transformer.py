@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.models.batch import Batch
-from meshwright.models.transformer import blocks, embed, stacks
+from meshwright.models.transformer import blocks, chunk_at, embed, layer_inputs
 from meshwright.trainer.state import abstract_state, named_leaves
 from runs import SMALL, layout_on, make_config, random_params
 
@@ -24,17 +24,20 @@ def tokens_of_documents(*rows):
     return Batch(ids, ids, np.ones(segments.shape, np.float32), positions, segments)
 
 
+def all_blocks(params, x, batch, layout, config):
+    inputs = layer_inputs(batch, layout, config.model)
+    return blocks(params.layers, x, chunk_at(0, 1, config.model), inputs, config.remat)[0]
+
+
 def seen(batch, *overrides):
     """[B, S, S]: whether the output at a place (second dim) has a gradient by the input at another
     (third), through all blocks."""
     config = make_config(*SMALL, *overrides)
-    params, layout, remat = random_params(config), layout_on(), config.remat
+    params, layout = random_params(config), layout_on()
 
     def gradients(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        _, transpose = jax.vjp(
-            lambda x: blocks(stacks(params, remat), x, batch, layout, config.model, remat)[0], x
-        )
+        _, transpose = jax.vjp(lambda x: all_blocks(params, x, batch, layout, config), x)
         at = jnp.eye(TOKENS).reshape(TOKENS, 1, TOKENS, 1)
         return jax.vmap(lambda at: transpose(jnp.broadcast_to(at, x.shape))[0])(at)
 
@@ -65,11 +68,11 @@ def test_a_document_is_the_same_wherever_it_stands():
     batch = tokens_of_documents((6, 6))
     ids = np.concatenate([batch.tokens[:, :6]] * 2, axis=1)
     batch = Batch(ids, ids, batch.weights, batch.positions, batch.segments)
-    layout, params, remat = layout_on(), random_params(config), config.remat
+    layout, params = layout_on(), random_params(config)
 
     def run(params, batch):
         x = embed(params, batch, layout, jnp.float32)
-        return blocks(stacks(params, remat), x, batch, layout, config.model, remat)[0]
+        return all_blocks(params, x, batch, layout, config)
 
     first, second = np.split(np.asarray(jax.jit(run)(params, batch)), 2, axis=1)
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-6 * np.abs(first).max())
@@ -82,9 +85,9 @@ def test_a_document_is_the_same_wherever_it_stands():
         (("model.tie_embeddings=true",), {"unembed"}),
         (
             ("model.bias=qkv",),
-            {"blocks.attention.q_bias", "blocks.attention.k_bias", "blocks.attention.v_bias"},
+            {"layers.attention.q_bias", "layers.attention.k_bias", "layers.attention.v_bias"},
         ),
-        (("model.qk_norm=true",), {"blocks.attention.q_norm", "blocks.attention.k_norm"}),
+        (("model.qk_norm=head",), {"layers.attention.q_norm", "layers.attention.k_norm"}),
     ],
 )
 def test_an_option_adds_or_removes_its_parameters_alone(overrides, changes):
@@ -96,15 +99,15 @@ def test_an_option_adds_or_removes_its_parameters_alone(overrides, changes):
     }
     plain = {
         "embed": (384, 16),
-        "blocks.norm1": (2, 16),
-        "blocks.attention.q": (2, 16, 4, 4),
-        "blocks.attention.k": (2, 16, 2, 4),
-        "blocks.attention.v": (2, 16, 2, 4),
-        "blocks.attention.o": (2, 4, 4, 16),
-        "blocks.norm2": (2, 16),
-        "blocks.mlp.gate": (2, 16, 24),
-        "blocks.mlp.up": (2, 16, 24),
-        "blocks.mlp.down": (2, 24, 16),
+        "layers.attention.norm": (2, 16),
+        "layers.attention.q": (2, 16, 4, 4),
+        "layers.attention.k": (2, 16, 2, 4),
+        "layers.attention.v": (2, 16, 2, 4),
+        "layers.attention.o": (2, 4, 4, 16),
+        "layers.swiglu.norm": (2, 16),
+        "layers.swiglu.gate": (2, 16, 24),
+        "layers.swiglu.up": (2, 16, 24),
+        "layers.swiglu.down": (2, 24, 16),
         "norm": (16,),
         "unembed": (384, 16),
     }
@@ -116,5 +119,5 @@ def test_all_biases():
     params = abstract_state(make_config(*SMALL, "model.bias=all")).params
     biases = {name for name in named_leaves(params) if name.endswith("_bias")}
     projections = {"attention.q", "attention.k", "attention.v", "attention.o"}
-    projections |= {"mlp.gate", "mlp.up", "mlp.down"}
-    assert biases == {f"blocks.{name}_bias" for name in projections}
+    projections |= {"swiglu.gate", "swiglu.up", "swiglu.down"}
+    assert biases == {f"layers.{name}_bias" for name in projections}

@@ -27,7 +27,7 @@ from meshwright.sharding.pipeline.schedules import (
     UNIFORM,
     Schedule,
     build_schedule,
-    stacked_layers,
+    held_depths,
 )
 from meshwright.sharding.taps import find_products, make_taps, weight_gradients, with_taps
 from runs import layout_on, shard_map
@@ -67,8 +67,15 @@ def pipeline_gradients(schedule: Schedule, tell=None):
     ends, layers, pieces = make_model(schedule.microbatches)
     layout = layout_on(pipe=schedule.stages)
     sizes = schedule.stages, schedule.chunks, schedule.placement
-    held = np.asarray(stacked_layers(LAYERS, *sizes))
     depths = schedule.stages * schedule.chunks
+    places = -(-LAYERS // depths)
+    held = np.asarray(
+        [
+            number if number < LAYERS * (depth + 1) // depths else LAYERS
+            for depth in held_depths(*sizes)
+            for number in range(LAYERS * depth // depths, LAYERS * depth // depths + places)
+        ]
+    )
     stack = jax.tree.map(
         lambda a: np.concatenate([a, np.zeros_like(a[:1])])[np.minimum(held, LAYERS)],
         as_params(layers),

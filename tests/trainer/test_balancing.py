@@ -8,47 +8,49 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.trainer.balancing import expert_metrics, first_bias, next_bias
+from meshwright.models.layers.kinds import first_buffers, layer_metrics, next_buffers
 from meshwright.trainer.load import override
 from meshwright.trainer.loop import train
 
-EXPERTS = ("model.experts=4", "model.balance_bias=0.1")
+EXPERTS = ("model.moe.experts=4", "model.moe.bias_update_rate=0.1")
 
 
 def test_the_bias_moves_by_one_step_towards_even_load(small_config):
-    model = override(small_config, *EXPERTS, "model.balance_bias=0.5").model
-    bias = first_bias(model)
-    assert bias is not None and bias.shape == (2, 4) and not bias.any()
+    model = override(small_config, *EXPERTS, "model.moe.bias_update_rate=0.5").model
+    buffers = first_buffers(model)
+    assert buffers["moe"].shape == (2, 4) and not buffers["moe"].any()
     load = jnp.array([[9, 1, 2, 0], [3, 3, 3, 3]])
-    bias = next_bias(bias, {"expert_load": load}, model)
-    np.testing.assert_array_equal(bias, [[-0.5, 0.5, 0.5, 0.5], [0, 0, 0, 0]])
-    bias = next_bias(bias, {"expert_load": load[:, ::-1]}, model)
-    np.testing.assert_array_equal(bias, [[0, 1, 1, 0], [0, 0, 0, 0]])
+    buffers = next_buffers(buffers, {"expert_load": load}, model)
+    np.testing.assert_array_equal(buffers["moe"], [[-0.5, 0.5, 0.5, 0.5], [0, 0, 0, 0]])
+    buffers = next_buffers(buffers, {"expert_load": load[:, ::-1]}, model)
+    np.testing.assert_array_equal(buffers["moe"], [[0, 1, 1, 0], [0, 0, 0, 0]])
 
 
 def test_the_bias_moves_the_right_way_however_many_are_chosen(small_config):
     """load times experts would outgrow 32 bits: 62.9M tokens with 8 choices each of 256."""
-    model = override(small_config, "model.experts=256", "model.balance_bias=1").model
+    model = override(small_config, "model.moe.experts=256", "model.moe.bias_update_rate=1").model
     load = np.full((2, 256), 62_914_560 * 8 // 256, np.int32)
     load[0, 3] = 62_914_560  # all tokens choose it
     load[1, 3] -= 1
-    bias = next_bias(first_bias(model), {"expert_load": jnp.asarray(load)}, model)
+    sums = {"expert_load": jnp.asarray(load)}
+    bias = next_buffers(first_buffers(model), sums, model)["moe"]
     assert np.asarray(bias)[:, 3].tolist() == [-1, 1]
     assert (np.asarray(bias)[0, 4:] == 1).all() and (np.asarray(bias)[1, 4:] == -1).all()
 
 
 def test_without_balance_bias_there_is_none(small_config):
-    model = override(small_config, "model.experts=4").model
-    assert first_bias(model) is next_bias(None, {}, model) is None
+    model = override(small_config, "model.moe.experts=4").model
+    assert first_buffers(model) == next_buffers({}, {}, model) == {}
 
 
-def test_counts_become_figures():
+def test_counts_become_figures(small_config):
     load = jnp.array([[6, 2, 0, 0], [2, 2, 2, 2]])
     sums = {"loss": 1.0, "expert_load": load, "expert_rounds": 24, "dropped": jnp.array([3, 1])}
-    figures = expert_metrics(sums, pieces=4)
+    model = override(small_config, *EXPERTS).model
+    figures = layer_metrics(sums, 4, model)
     assert figures["expert_load"].tolist() == [3.0, 1.0]
     assert (figures["expert_rounds"], figures["dropped"], figures["loss"]) == (3, 0.25, 1.0)
-    assert expert_metrics({"loss": 1.0}, pieces=4) == {"loss": 1.0}
+    assert layer_metrics({"loss": 1.0}, 4, small_config.model) == {"loss": 1.0}
 
 
 @pytest.mark.slow
@@ -71,9 +73,9 @@ def test_a_run_goes_on_with_its_bias_on_another_mesh(small_config, corpus, tmp_p
     elsewhere = "mesh.fsdp=1", "mesh.context=2", "layout.experts=[expert,context]"
     two = train(override(config, "run.name=two", "checkpoint.resume=must", *elsewhere))
     assert "resumed     after 2 of 4 updates" in capsys.readouterr().out
-    np.testing.assert_array_equal(two.state.router_bias, whole.state.router_bias)
-    assert len(np.unique(whole.state.router_bias)) > 2
+    np.testing.assert_array_equal(two.state.buffers["moe"], whole.state.buffers["moe"])
+    assert len(np.unique(whole.state.buffers["moe"])) > 2
     for line, expected in zip(two.history, whole.history, strict=True):
         assert line["step"] == expected["step"]
-        for name in {"loss", "eval_loss", "balance_loss", "expert_load"} & expected.keys():
+        for name in {"loss", "eval_loss", "router_aux_loss", "expert_load"} & expected.keys():
             np.testing.assert_allclose(line[name], expected[name], rtol=1e-5, err_msg=name)

@@ -175,7 +175,7 @@ def test_every_leaf_that_does_not_fit_is_named(run):
     target, _ = target_on(run.config)
     leaves = named_leaves(target)
     wanted = {name: leaf for name, leaf in leaves.items() if name.startswith("params.")}
-    wanted["params.blocks.attention.q"] = jax.ShapeDtypeStruct((2, 16, 5, 4), np.float32)
+    wanted["params.layers.attention.q"] = jax.ShapeDtypeStruct((2, 16, 5, 4), np.float32)
     wanted["params.norm"] = jax.ShapeDtypeStruct((16,), jnp.bfloat16)
     wanted["params.router"] = jax.ShapeDtypeStruct((16,), np.float32)
     with pytest.raises(ValueError) as caught:
@@ -183,7 +183,7 @@ def test_every_leaf_that_does_not_fit_is_named(run):
     where, _, faults = str(caught.value).partition(" does not fit: ")
     assert where == str(run.folder / "checkpoints" / "6")
     assert faults.split("; ") == [
-        "params.blocks.attention.q has shape [2, 16, 4, 4], this run's [2, 16, 5, 4]",
+        "params.layers.attention.q has shape [2, 16, 4, 4], this run's [2, 16, 5, 4]",
         "params.norm is float32, this run's bfloat16",
         "params.router is missing",
     ]

@@ -67,7 +67,11 @@ def test_mfu_is_the_share_of_all_devices():
 
 
 def test_of_experts_those_a_token_meets_are_counted():
-    experts = ("model.experts=16", "model.experts_per_token=3", "model.shared_experts=1")
-    sparse = config(*experts, "model.expert_d_ff=5")
+    experts = (
+        "model.moe.experts=16",
+        "model.moe.experts_per_token=3",
+        "model.moe.shared_experts=1",
+    )
+    sparse = config(*experts, "model.moe.d_ff=5")
     router = 3 * 2 * 3 * 8 * 16 * 5 * 16  # forward and backward, layers, d x E, tokens
     assert step_flops(sparse) == step_flops(config()) + router

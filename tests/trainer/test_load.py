@@ -165,9 +165,9 @@ def test_c36_mistakes_are_one_line(words, line):
 
 
 def test_more_choices_of_experts_than_counters_hold_are_refused():
-    words = "model.experts=8", "train.batch_size=1048576", "train.seq_len=1024"
+    words = "model.moe.experts=8", "train.batch_size=1048576", "train.seq_len=1024"
     assert "are 2147483648 choices of experts; write fewer" in message("tiny", *words)
-    load("tiny", *words, "model.experts_per_token=1", "device.cpu_devices=null")
+    load("tiny", *words, "model.moe.experts_per_token=1", "device.cpu_devices=null")
 
 
 @pytest.mark.parametrize(
@@ -450,17 +450,17 @@ UNREAD = [  # what is written, the setting that does not read it, those that do
     ("remat.names=[]", "remat.policy=full", "selective, offload"),
     ("model.rope_scaling.factor=2.0", "model.rope_scaling.kind=none", "linear, ntk, yarn, llama3"),
     ("model.rope_scaling.low=2.0", "model.rope_scaling.kind=ntk", "yarn, llama3"),
-    ("model.routing_group=8", "model.capacity=null", None),
-    ("model.overflow=probability", "model.capacity=null", None),
-    ("model.balance=microbatch", "model.balance_loss=0.0", None),
+    ("model.moe.routing_group=8", "model.moe.capacity_factor=null", None),
+    ("model.moe.overflow=probability", "model.moe.capacity_factor=null", None),
+    ("model.moe.aux_loss_over=microbatch", "model.moe.aux_loss=0.0", None),
 ]
 
 
 @pytest.mark.parametrize(("written", "setting", "readers"), UNREAD)
 def test_a_key_that_nothing_reads_is_refused(written, setting, readers):
     """Even where it is written with the value that its reader would take anyway."""
-    of_experts = ("model.routing", "model.overflow", "model.balance")
-    experts = ["model.experts=8"] if written.startswith(of_experts) else []
+    of_experts = ("model.routing", "model.moe.overflow", "model.moe.aux_loss_over")
+    experts = ["model.moe.experts=8"] if written.startswith(of_experts) else []
     cure = f", only by {readers}; leave it out"
     if readers is None:
         cure = f"; write {setting.partition('=')[0]}="
@@ -474,8 +474,8 @@ def test_what_no_single_setting_reads_is_refused():
     line = "optimizer.groups.bias: a model with model.bias=none and model.attention_sink=false has "
     assert message("tiny", "optimizer.groups.bias.lr=0.5").startswith(line)
     load("tiny", "optimizer.groups.bias.lr=0.5", "model.attention_sink=true")
-    line = "model.capacity=2.0 is not read by a model without experts; write model.experts=8 or "
-    assert message("tiny", "model.capacity=2").startswith(line)
+    line = "model.moe.capacity_factor=2.0 is not read by model.moe.experts=null; write model.moe."
+    assert message("tiny", "model.moe.capacity_factor=2").startswith(line)
 
 
 def test_null_stands_for_the_usual_values():
@@ -616,8 +616,8 @@ def test_schema_describes_every_field():
 def parameters(model: ModelConfig) -> int:
     """Parameters of the transformer, by hand."""
     attention = model.d_model * model.size_per_head * 2 * (model.heads + model.num_kv_heads)
-    experts, router = model.experts or 1, model.d_model * (model.experts or 0)
-    norms = 2 * model.d_model + model.qk_norm * 2 * model.size_per_head
+    experts, router = model.moe.experts or 1, model.d_model * (model.moe.experts or 0)
+    norms = 2 * model.d_model + (model.qk_norm == "head") * 2 * model.size_per_head
     block = attention + 3 * experts * model.d_model * model.d_ff + router + norms
     tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
     return model.layers * block + tables + model.d_model

@@ -301,7 +301,7 @@ def test_too_many_attempts_in_a_row_that_are_not_finite_end_the_run(run, tmp_pat
 def test_halt_on_nan_names_parameters_and_microbatches(run, tmp_path):
     config = diverging(run, tmp_path, "train.halt_on_nan=true")
     message = (
-        r"step \d: .*; not finite in micro-batch 1, 2 of 2: the gradient of .*blocks\.mlp\.down.*; "
+        r"step \d: .*; not finite in micro-batch 1, 2 of 2: the gradient of .*swiglu\.down.*; "
         r"train\.halt_on_nan=true"
     )
     with pytest.raises(RunError, match=message):

@@ -75,7 +75,7 @@ def test_bytes_by_name_and_flops_are_the_formulas(small_config, plain, overrides
 
 def test_experts_count_by_the_rows_that_they_have_room_for(small_config):
     """A token's two choices, of experts half as wide as the MLP, and one small block."""
-    experts = "model.experts=4", "model.expert_d_ff=12"
+    experts = "model.moe.experts=4", "model.moe.d_ff=12"
     rows = 2 * ROWS * TOKENS + block_sizes(2 * ROWS * TOKENS, 4)[-1]
     selective = cost(small_config, *experts, "remat.policy=selective")
     own = {
@@ -95,7 +95,7 @@ def test_experts_count_by_the_rows_that_they_have_room_for(small_config):
 
 
 def test_dense_layers_before_experts_count_too(small_config):
-    experts = "model.experts=4", "model.dense_layers=1", "remat.policy=full"
+    experts = "model.moe.experts=4", "model.dense_layers=1", "remat.policy=full"
     saved = cost(small_config, *experts).saved
     route = ROWS * TOKENS // 2 * 2 * 4  # two experts of each token of a device, in one layer
     assert saved == {"block.input": LAYERS * STREAM, ROUTE: route}

@@ -202,7 +202,9 @@ def test_c05_init_from_takes_the_parameters_and_nothing_else(base, unbroken, cap
 
 def test_init_from_another_model_is_refused_by_leaf(base, unbroken):
     config = override(base, "run.name=refused", f"checkpoint.init_from={unbroken.folder}")
-    with pytest.raises(ValueError, match=r"params\.blocks\.mlp\.up has shape \[2, 16, 24\], this"):
+    with pytest.raises(
+        ValueError, match=r"params\.layers\.swiglu\.up has shape \[2, 16, 24\], this"
+    ):
         train(override(config, "model.d_ff=32"))
     with pytest.raises(ValueError, match="nowhere/checkpoints holds no finished checkpoint"):
         train(override(config, "checkpoint.init_from=nowhere"))

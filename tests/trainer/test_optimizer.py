@@ -14,7 +14,7 @@ from flax import nnx
 from meshwright.trainer.config import Config, OptimizerConfig, TrainConfig
 from meshwright.trainer.load import ConfigError, override
 from meshwright.trainer.matrices import FactoredState, scale_by_factored_rms, sides
-from meshwright.trainer.optimizer import Average, decayed, make_optimizer
+from meshwright.trainer.optimizer import decayed, make_optimizer
 from meshwright.trainer.schedule import learning_rate, rate_change, rate_of_update
 from meshwright.trainer.state import abstract_state, named_leaves
 
@@ -286,14 +286,18 @@ def test_decay_moves_the_chosen_roles_alone(roles):
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_c13_decay_goes_by_role_not_by_the_number_of_dims(layers):
-    config = override(Config(), f"model.layers={layers}", "model.bias=all", "model.qk_norm=true")
+    config = override(Config(), f"model.layers={layers}", "model.bias=all", "model.qk_norm=head")
     flags = named_leaves(decayed(abstract_state(config).params, config.optimizer))
     attention, mlp = ("q", "k", "v", "o"), ("gate", "up", "down")
-    matrices = {f"blocks.attention.{name}" for name in attention}
-    matrices |= {f"blocks.mlp.{name}" for name in mlp}
+    matrices = {f"layers.attention.{name}" for name in attention}
+    matrices |= {f"layers.swiglu.{name}" for name in mlp}
     assert {name for name, flag in flags.items() if flag} == matrices | {"embed", "unembed"}
-    others = {f"{name}_bias" for name in matrices} | {"norm", "blocks.norm1", "blocks.norm2"}
-    others |= {"blocks.attention.q_norm", "blocks.attention.k_norm"}
+    others = {f"{name}_bias" for name in matrices} | {
+        "norm",
+        "layers.attention.norm",
+        "layers.swiglu.norm",
+    }
+    others |= {"layers.attention.q_norm", "layers.attention.k_norm"}
     assert {name for name, flag in flags.items() if not flag} == others
 
 
@@ -312,7 +316,7 @@ def test_c11_masters_moments_and_average_are_f32(name):
     state = abstract_state(config)
     leaves = named_leaves((state.params, state.opt))
     counters = {path for path, leaf in leaves.items() if leaf.dtype == jnp.int32}
-    assert {path.rpartition(".")[2] for path in counters} == {"count"}
+    assert {path.rpartition(".")[2] for path in counters} <= {"count"}
     assert {leaf.dtype for path, leaf in leaves.items() if path not in counters} == {
         jnp.dtype("float32")
     }
@@ -340,7 +344,6 @@ def test_moments_in_bf16_are_bf16_between_updates_alone(name):
     for path, leaf in moments.items():
         kept = named_leaves(other[0])[path].astype(jnp.bfloat16)
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(kept, np.float32))
-    assert {leaf.dtype for leaf in jax.tree.leaves(state[-1].params)} == {jnp.dtype("float32")}
 
 
 def test_factored_moments_have_the_axes_of_their_dims():
@@ -360,25 +363,6 @@ def test_factored_moments_have_the_axes_of_their_dims():
     }
     whole = scale_by_factored_rms(5).init(stacked_params()).moments
     assert {name for name, moments in whole.items() if len(moments) == 2} == set()
-
-
-@pytest.mark.parametrize("decay", [0.5, 0.75, 0.9])
-def test_the_average_is_the_mean_at_first_and_exponential_from_then_on(decay):
-    """With 0.75 the fourth update is the last of the plain mean."""
-    config = OptimizerConfig(name="sgd", ema=decay, weight_decay=0.0)
-    start, all_grads, params, state = run_updates(config, 0.1, updates=6)
-    assert isinstance(state[-1], Average)
-    for role, p in values(start).items():
-        trail = []
-        for grads in map(values, all_grads):
-            p = p - 0.1 * grads[role]
-            trail.append(p)
-        first = int(1 / (1 - decay) + 1e-9)
-        expected = np.mean(trail[:first], axis=0)
-        for p in trail[first:]:
-            expected = decay * expected + (1 - decay) * p
-        np.testing.assert_allclose(values(state[-1].params)[role], expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(values(params)[role], p, rtol=2e-6, atol=1e-6)
 
 
 # Schedules

@@ -327,7 +327,7 @@ def test_the_target_cpu_simulates_the_mesh_that_is_meant():
 def test_what_experts_send_is_what_the_formula_says():
     """With a capacity of twice the even share: forward 2·k·T·h·(P-1)/P times it, backward as much;
     C = 2·T·k/P rows, a gate and an expert's number with them, the gate's gradient back."""
-    experts = ("model.experts=4", "model.capacity=2.0", "model.routing_group=4")
+    experts = ("model.moe.experts=4", "model.moe.capacity_factor=2.0", "model.moe.routing_group=4")
     _, plan = plan_of("mesh.expert=2", "mesh.fsdp=2", "mesh.tensor=2", *experts)
     (row,) = (row for row in plan.moved if row.kind == "all-to-all")
     tokens, layers, choices = TOKENS // 4, 2, 2
@@ -340,7 +340,7 @@ def test_what_experts_send_is_what_the_formula_says():
 def test_dropless_experts_send_one_round_a_layer_that_is_known_of():
     """C = 1.25·T·k/P rows of a pair, and none kept: the backward pass sends a row again, its gate
     and its expert's number with it, then two gradients of a row and one of its gate."""
-    _, plan = plan_of("mesh.expert=4", "mesh.fsdp=2", "model.experts=4", "remat.policy=full")
+    _, plan = plan_of("mesh.expert=4", "mesh.fsdp=2", "model.moe.experts=4", "remat.policy=full")
     (row,) = (row for row in plan.moved if row.kind == "all-to-all")
     rows, layers = 4 * 20, 2  # of 32 tokens, two choices each
     sent = layers * rows * (5 * 16 * 4 + 2 * 8 + 4) * 3 // 4

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshwright.models.position import position_number
+from meshwright.trainer.config import OptimizerConfig
 from meshwright.trainer.load import override
 from meshwright.trainer.state import (
     abstract_state,
@@ -16,6 +17,7 @@ from meshwright.trainer.state import (
     init_state,
     lay_out,
     named_leaves,
+    next_average,
     state_shardings,
     state_specs,
 )
@@ -41,7 +43,7 @@ def test_moments_follow_their_parameters(small_config, zero, name):
     moments = {path: spec for path, spec in opt.items() if not path.endswith("count")}
     assert len(moments) == (2 if name == "adamw" else 1) * len(params)
     for path, spec in moments.items():
-        _, _, param = path.split(".", 2)  # as in 0.mu.blocks.attention.q
+        _, _, param = path.split(".", 2)  # as in 0.mu.layers.attention.q
         axes, state_axes = cut_axes(params[param]), cut_axes(spec)
         assert axes - {"fsdp"} == state_axes - {"fsdp"}
         matrix = "norm" not in param
@@ -115,7 +117,7 @@ def test_named_leaves_are_in_the_order_of_the_leaves(first):
     leaves = jax.tree.leaves(state)
     assert len(names) == len(leaves)
     assert all(a is b for a, b in zip(names.values(), leaves, strict=True))
-    assert {"step", "position", "params.embed", "params.blocks.attention.q"} <= set(names)
+    assert {"step", "position", "params.embed", "params.layers.attention.q"} <= set(names)
 
 
 @pytest.mark.parametrize(
@@ -134,3 +136,17 @@ def test_what_does_not_fit_the_real_devices(small_config, devices, overrides, me
     config = override(small_config, "device.cpu_devices=null", *overrides)
     with pytest.raises(ValueError, match=message):
         lay_out(config, jax.devices()[:devices])
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.75, 0.9])
+def test_the_average_is_the_mean_at_first_and_exponential_from_then_on(decay):
+    """With 0.75 the fourth update is the last of the plain mean."""
+    config, trail = OptimizerConfig(ema=decay), np.random.default_rng(0).normal(size=(6, 3))
+    average = np.full(3, 7.0)  # nothing of what it began with is left
+    for step, params in enumerate(trail, 1):
+        average = next_average(average, params, jnp.int32(step), config)
+    first = int(1 / (1 - decay) + 1e-9)
+    expected = np.mean(trail[:first], axis=0)
+    for params in trail[first:]:
+        expected = decay * expected + (1 - decay) * params
+    np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)

@@ -7,8 +7,8 @@ the array: key visible to query when both are in the same document (segment, nev
 padding), and causality and the window allow it. So packed and permuted rows, and keys of another
 device, are just data.
 
-Shapes: B sequences, S tokens, K kv heads, G query heads per kv head, H = K·G, D head_dim, q and k
-block lengths Q.
+Shapes: B sequences, S tokens, K kv heads, G query heads per kv head, H = K·G, D width of a head's
+queries and keys, E of its values, q and k block lengths Q.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..sharding.context import BlockKernel
+from ...sharding.context import BlockKernel
 
 LARGEST_BLOCK = 256
 HIDDEN = -1e30
@@ -70,9 +70,9 @@ def attend_to(
     mask: Mask,
     sink: jax.Array | None = None,
 ) -> jax.Array:
-    """The same softmax of queries q [B, S, H, D] over other tokens' k, v [B, K, T, D], which stand
-    at `k_at` [B or 1, T], and over a score sink[H] whose value is zero: decoding's. Scores [B, H,
-    S, T] exist whole; not meant to be differentiated.
+    """The same softmax of queries q [B, S, H, D] over other tokens' k [B, K, T, D], v [B, K, T, E],
+    which stand at `k_at` [B or 1, T], and over a score sink[H] whose value is zero: decoding's.
+    Scores [B, H, S, T] exist whole; not meant to be differentiated.
     """
     score, visible = _scores(_by_head(q, k.shape[1]), k, q_at, k_at, mask)
     if sink is not None:
@@ -128,8 +128,8 @@ def _forward(q, k, v, q_at: Tokens, k_at: Tokens, *, mask: Mask, size: int):
             *key, visible = key
             return lax.cond(visible, accumulate, lambda state, *_: state, state, q, q_at, key), None
 
-        row = (*q.shape[:-1], 1)
-        state = jnp.zeros(q.shape, jnp.float32), jnp.full(row, HIDDEN), jnp.zeros(row, jnp.float32)
+        row, out = (*q.shape[:-1], 1), (*q.shape[:-1], v.shape[-1])
+        state = jnp.zeros(out, jnp.float32), jnp.full(row, HIDDEN), jnp.zeros(row, jnp.float32)
         (o, top, total), _ = lax.scan(one_key_block, state, (k, v, k_at, sees))
         total = jnp.where(total > 0, total, 1.0)
         return None, (o / total, top + jnp.log(total))

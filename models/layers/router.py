@@ -16,7 +16,7 @@ makes a choice continuous: equal values that lie on a boundary of the grid may s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..sharding.collectives import all_reduce, axis_index
-from ..sharding.layout import Layout
-from .config import ROUTE, ModelConfig
+from ...sharding.collectives import all_reduce, axis_index
+from ...sharding.layout import Layout
+from ...sharding.traffic import ALL_REDUCE, LayerRuns, Traffic, ring
+from ..config import ROUTE, MoeConfig
 
 CHOICE_BITS = 12
 """Bits after the first of a score, where experts and groups are chosen: steps of 2.4e-4 of it at
-most, so one of model.balance_bias=0.001 counts. A group's worth is the sum of two such numbers, the
-same in any order.
+most, so one of model.moe.bias_update_rate=0.001 counts. A group's worth is the sum of two such
+numbers, the same in any order.
 """
 
 CLAIM_BITS = 6
@@ -59,14 +60,14 @@ def route(
     real: jax.Array,
     bias: jax.Array | None,
     chance: jax.Array | None,
-    config: ModelConfig,
+    config: MoeConfig,
 ) -> Route:
     """logits [B, S, E] -> each token's choices. real [B, S]: false for padding. bias [E]: added to
     scores where experts are chosen, not where they are weighed. chance [B, S] in [0, 1): leaves
-    second experts out (model.random_second), None never does.
+    second experts out (model.moe.second_expert=random), None never does.
     """
     assert config.experts is not None
-    if config.router_scores == "softmax":
+    if config.scores == "softmax":
         scores = shares = jax.nn.softmax(logits)
     else:
         scores = jax.nn.sigmoid(logits)
@@ -99,11 +100,11 @@ def _on_grid(a: jax.Array, bits: int) -> jax.Array:
     return lax.reduce_precision(a, exponent_bits=8, mantissa_bits=bits)
 
 
-def _of_best_groups(scores: jax.Array, config: ModelConfig) -> jax.Array:
+def _of_best_groups(scores: jax.Array, config: MoeConfig) -> jax.Array:
     """scores [B, S, E] with those outside a token's best groups put below all others; a group is
     worth its two best.
     """
-    groups, allowed = config.expert_groups, config.groups_per_token
+    groups, allowed = config.groups, config.groups_per_token
     if allowed is None or allowed == groups:
         return scores
     grouped = scores.reshape(*scores.shape[:2], groups, -1)
@@ -113,10 +114,10 @@ def _of_best_groups(scores: jax.Array, config: ModelConfig) -> jax.Array:
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _fits(experts: jax.Array, claims: jax.Array, config: ModelConfig) -> jax.Array:
+def _fits(experts: jax.Array, claims: jax.Array, config: MoeConfig) -> jax.Array:
     """[B, S, k]: whether a choice is among the first `slots` of its expert's in its routing group.
     What is dropped so depends on the group alone, which no mesh cuts. claims [B, S, k]: who comes
-    first, by model.overflow=probability.
+    first, by model.moe.overflow=probability.
     """
     assert config.slots is not None and config.routing_group is not None
     size, width = config.routing_group, experts.shape[-1]
@@ -140,8 +141,8 @@ def count_choices(chosen: jax.Array, count: int) -> jax.Array:
     return jnp.zeros((count,), jnp.int32).at[chosen.reshape(-1)].add(1, mode="drop")
 
 
-def balance(
-    route: Route, segments: jax.Array, sequence: Sequence[str], config: ModelConfig, layout: Layout
+def aux_loss(
+    route: Route, segments: jax.Array, sequence: Sequence[str], config: MoeConfig, layout: Layout
 ) -> jax.Array:
     """This device's share of E·Σ_e f_e·P_e, summed over tokens: f_e the share of expert e in the
     choices of a token's unit, P_e its mean probability there. It is 1 for each token where choices
@@ -153,7 +154,7 @@ def balance(
     """
     assert config.experts is not None
     count = config.experts
-    if config.balance == "microbatch":
+    if config.aux_loss_over == "microbatch":
         counts = count_choices(route.chosen, count)
         counts = all_reduce(counts, (*layout.axes("batch"), *sequence), layout)
         evenness = counts / jnp.maximum(jnp.sum(counts), 1)
@@ -171,7 +172,19 @@ def balance(
     return count * jnp.sum(evenness * route.shares)
 
 
-def log_partition(logits: jax.Array, real: jax.Array) -> jax.Array:
+def aux_loss_sent(config: MoeConfig, runs: LayerRuns, layout: Layout) -> Iterator[Traffic]:
+    """What `aux_loss` sends for one layer in a step, forward and in each recomputation."""
+    assert config.experts is not None
+    counted = 4 * config.experts * (runs.passes + runs.again)
+    if config.aux_loss_over == "microbatch":
+        everywhere = [*layout.axes("batch"), *layout.axes("seq")]
+        yield ring("router's loss", ALL_REDUCE, everywhere, counted, layout)
+    else:
+        n = runs.rows * runs.seq_len * counted
+        yield ring("router's loss", ALL_REDUCE, layout.axes("seq"), n, layout)
+
+
+def squared_log_partition(logits: jax.Array, real: jax.Array) -> jax.Array:
     """Sum over real tokens of the squared logsumexp of their logits (ST-MoE: 2202.08906)."""
     return jnp.sum(jnp.where(real, jax.nn.logsumexp(logits, axis=-1) ** 2, 0.0))
 

@@ -1,0 +1,1 @@
+"""What runs inside a layer on one device, block by block."""

@@ -1,0 +1,1 @@
+"""The kinds of layers, one file each, with the doors that `sublayer.py` describes."""

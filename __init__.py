@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .sharding.mesh import simulate_devices
     from .trainer.config import Config
+    from .trainer.config.load import load
     from .trainer.generate import generate_run as generate
-    from .trainer.load import load
+    from .trainer.inspect.verify import verify
     from .trainer.loop import train
-    from .trainer.verify import verify
 
 __all__ = ["Config", "generate", "load", "simulate_devices", "train", "verify"]
 
 _HOMES = {
     "Config": ".trainer.config.Config",
     "generate": ".trainer.generate.generate_run",
-    "load": ".trainer.load.load",
+    "load": ".trainer.config.load.load",
     "simulate_devices": ".sharding.mesh.simulate_devices",
     "train": ".trainer.loop.train",
-    "verify": ".trainer.verify.verify",
+    "verify": ".trainer.inspect.verify.verify",
 }
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models.attention_kernel import Mask, Tokens, block_kernel
+from meshwright.models.kernels.attention import Mask, Tokens, block_kernel
 from meshwright.sharding import context
-from meshwright.sharding.hlo import read_program
+from meshwright.trainer.inspect.hlo import read_program
 from meshwright.trainer.state import lay_out
 
 TOKENS, HEADS, SIZE = 2048, 4, 32

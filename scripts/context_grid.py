@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright import load
 from meshwright.models.kernels.attention import Mask, Tokens, block_kernel
 from meshwright.sharding import context
-from meshwright.trainer.device import prepare_devices
+from meshwright.trainer.runtime.devices import prepare_devices
 from meshwright.trainer.state import lay_out
 
 ROWS, TOKENS, HEADS, SIZE = 2, 256, 8, 8

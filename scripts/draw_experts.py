@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from meshwright import load
-from meshwright.trainer.metrics import lines_until, plot_expert_load
+from meshwright.trainer.log.metrics import lines_until, plot_expert_load
 
 
 def main() -> int:

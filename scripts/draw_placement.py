@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright import load, simulate_devices
 from meshwright.sharding.context import causal_pairs, token_at
-from meshwright.sharding.pictures import empty_figure
+from meshwright.trainer.log.pictures import empty_figure
 from meshwright.trainer.state import lay_out
 
 DEVICES, TOKENS = 4, 64

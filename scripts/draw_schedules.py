@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.sharding.pictures import empty_figure
 from meshwright.trainer.config import OptimizerConfig, TrainConfig
-from meshwright.trainer.schedule import learning_rate
+from meshwright.trainer.log.pictures import empty_figure
+from meshwright.trainer.optim.learning_rate import learning_rate
 
 STEPS, WARMUP = 100, 10
 SCHEDULES = {

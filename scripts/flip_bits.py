@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from meshwright.sharding.mesh import simulate_devices
-from meshwright.trainer.checkpoint import DamagedError, restore
-from meshwright.trainer.load import load
-from meshwright.trainer.manifest import find_checkpoints
+from meshwright.trainer.checkpoint.manifest import DamagedError, find_checkpoints
+from meshwright.trainer.checkpoint.restore import restore
+from meshwright.trainer.config.load import load
 from meshwright.trainer.state import lay_out, sharded_shapes
 
 

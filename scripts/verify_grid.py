@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from meshwright.trainer.device import prepare_devices
-from meshwright.trainer.load import load
-from meshwright.trainer.verify import possible_layouts, print_comparisons
+from meshwright.trainer.config.load import load
+from meshwright.trainer.inspect.verify import possible_layouts, print_comparisons
+from meshwright.trainer.runtime.devices import prepare_devices
 
 
 def main() -> int:

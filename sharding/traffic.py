@@ -58,3 +58,10 @@ def ring(what: str, kind: str, axes: Sequence[str], n: float, layout: Layout) ->
     devices = layout.size(wide)
     factor = 2 if kind == ALL_REDUCE else 1
     return Traffic(what, kind, wide, factor * (devices - 1) / devices * n)
+
+
+def taken(some: int, every: int) -> str:
+    """Name of a `jax.named_scope` around a conditional in a loop of `every` rounds: what its branch
+    sends counts in `some` of them.
+    """
+    return f"taken_{some}_of_{every}_times"

@@ -17,8 +17,8 @@ START = """
 import os, signal, sys, time
 import jax, numpy as np
 from meshwright.trainer.config import DeviceConfig
-from meshwright.trainer.device import prepare_devices
-from meshwright.trainer.processes import (
+from meshwright.trainer.runtime.devices import prepare_devices
+from meshwright.trainer.runtime.processes import (
     any_process, end_processes, is_first, make_agree, on_first, watch
 )
 

@@ -17,14 +17,18 @@ from meshwright.models.position import position_number
 from meshwright.sharding.config import MESH_AXES, LayoutConfig, MeshConfig
 from meshwright.sharding.layout import Layout, is_param, make_layout
 from meshwright.sharding.mesh import make_mesh
+from meshwright.trainer.checkpoint.layer_order import (
+    in_model_order,
+    in_stage_order,
+    model_order_shapes,
+)
 from meshwright.trainer.config import Config
+from meshwright.trainer.config.load import override
 from meshwright.trainer.data.loader import token_order
-from meshwright.trainer.load import override
-from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
-from meshwright.trainer.precision import first_scale
+from meshwright.trainer.inspect.verify import LAYOUT_METRIC, REFERENCE, global_norm, synthetic_batch
+from meshwright.trainer.optim.precision import first_scale
 from meshwright.trainer.state import State, abstract_state, lay_out, named_leaves, sharded_shapes
 from meshwright.trainer.step import make_train_step, shard_loss_and_grads
-from meshwright.trainer.verify import LAYOUT_METRIC, REFERENCE, global_norm, synthetic_batch
 
 T0 = (
     "model.layers=4",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.trainer.load import presets
+from meshwright.trainer.config.load import presets
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("sharding", "models", "trainer", "scripts")  # each imports what stands to its left
@@ -38,8 +38,9 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_the_import_reader_sees_relative_imports():
-    names = imported_modules(ROOT / "trainer" / "config.py")
-    assert {"meshwright.sharding.config", "meshwright.models.config", "pydantic"} <= names
+    names = imported_modules(ROOT / "trainer" / "config" / "tree.py")
+    assert {"meshwright.sharding.config", "meshwright.models.config"} <= names
+    assert {"pydantic.dataclasses", "meshwright.trainer.config.run"} <= names
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -74,7 +75,7 @@ import sys
 import meshwright, meshwright.models, meshwright.sharding, meshwright.trainer, meshwright.configs
 import meshwright.models.config, meshwright.sharding.config, meshwright.trainer.config
 import meshwright.trainer.cli
-import meshwright.sharding.pipeline.load, meshwright.sharding.pipeline.report
+import meshwright.sharding.pipeline.load, meshwright.trainer.inspect.schedule
 dir(meshwright), meshwright.load("tiny"), meshwright.Config, meshwright.__version__
 slow = {"jax", "flax", "optax", "orbax", "matplotlib", "tokenizers", "chex"} & set(sys.modules)
 assert not slow, slow
@@ -113,8 +114,13 @@ def test_readme_lists_every_config_key():
             section = line.split()[0]
             tree[section] = []
         tree[section] += line.split()[line[4] != " " :]
-    sections = meshwright.Config.__pydantic_fields__
-    assert tree == {
-        name: [field.name for field in dataclasses.fields(section.annotation)]
-        for name, section in sections.items()
-    }
+
+    def keys(section, name):
+        fields = section.__pydantic_fields__
+        found = {name: list(fields)} if name else {}
+        for key, field in fields.items():
+            if dataclasses.is_dataclass(field.annotation) and name.count(".") < 1:
+                found |= keys(field.annotation, f"{name}.{key}".lstrip("."))
+        return found
+
+    assert tree == keys(meshwright.Config, "")

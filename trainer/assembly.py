@@ -24,7 +24,7 @@ from ..models.vocab import Loss
 from ..sharding.layout import Layout
 from ..sharding.pipeline.executor import Stages
 from .config import Config
-from .precision import DTYPES
+from .optim.precision import DTYPES
 
 
 class Piece(NamedTuple):

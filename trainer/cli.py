@@ -22,9 +22,9 @@ from typing import NoReturn
 from ..sharding.keys import check_local, user_path
 from ..sharding.pipeline.schedules import NAMES, UNIFORM
 from .config import Config, DeviceConfig
-from .load import ConfigError, check_text, describe, load, presets, schema
+from .config.load import ConfigError, check_text, describe, load, presets, schema
+from .runtime.streams import open_streams
 from .sampling import Sampling
-from .streams import open_streams
 
 STOPPED = 75
 """The exit code of a run that was stopped and has saved: EX_TEMPFAIL, start it again."""
@@ -48,7 +48,7 @@ def run() -> NoReturn:
     if stdout.error is not None and sys.argv[1:2] != ["train"]:
         code = _fail(f"standard output: {stdout.error}", 1)
     if "jax" in sys.modules:
-        from .processes import end_processes
+        from .runtime.processes import end_processes
 
         end_processes(code)
     sys.exit(code)
@@ -88,7 +88,7 @@ def _fail(reason: object, code: int) -> int:
 def _train(options: argparse.Namespace) -> int:
     config = _start(load(options.config, *options.overrides))
     from .loop import train
-    from .stop import Stopped
+    from .runtime.stop import Stopped
 
     try:
         train(config)
@@ -100,7 +100,7 @@ def _train(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     _start(_config_of_run(options))
     from .evaluate import evaluate_run
-    from .processes import is_first
+    from .runtime.processes import is_first
 
     line = evaluate_run(options.run, options.overrides)
     if is_first():
@@ -114,7 +114,7 @@ def _generate(options: argparse.Namespace) -> int:
     Sampling(**settings)
     _start(_config_of_run(options))
     from .generate import generate_run
-    from .processes import is_first
+    from .runtime.processes import is_first
 
     texts = generate_run(options.run, options.prompt, options.overrides, **settings)
     lines = zip(options.prompt, texts, strict=True) if is_first() else ()
@@ -127,18 +127,18 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     config = _start(load(options.config, *options.overrides))
-    from .verify import verify
+    from .inspect.verify import verify
 
     return 0 if verify(config, options.layouts) else 1
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .target import prepare_target
+    from .inspect.topology import prepare_target
 
     config = load(options.config, *options.overrides)
     config, devices = prepare_target(config, options.target)
-    from .memory import memory_table
-    from .plan import DoesNotFitError, describe_plan, make_plan
+    from .inspect.memory import memory_table
+    from .inspect.plan import DoesNotFitError, describe_plan, make_plan
 
     if options.memory:
         print(memory_table(config, devices))
@@ -155,8 +155,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _schedule(options: argparse.Namespace) -> int:
     from ..sharding.pipeline.load import load_schedule
-    from ..sharding.pipeline.report import describe_schedule, draw_schedule, schedule_json
     from ..sharding.pipeline.simulate import read_costs, simulate
+    from .inspect.schedule import describe_schedule, draw_schedule, schedule_json
 
     if options.png:
         check_local(options.png, "--png ")
@@ -187,9 +187,9 @@ def _config(options: argparse.Namespace) -> int:
 
 def _tokenize(options: argparse.Namespace) -> int:
     config = load(options.config, *options.overrides)
+    from .checkpoint.manifest import newest_tokenizer_text
     from .data.store import build_store, describe_store, open_store
     from .data.tokenizer import read_tokenizer
-    from .manifest import newest_tokenizer_text
 
     tokenizer = None
     if (source := config.checkpoint.init_from) is not None:
@@ -203,14 +203,14 @@ def _checkpoint(options: argparse.Namespace) -> int:
     path = Path(options.path)
     if options.action == "verify":
         _start(Config(device=DeviceConfig(platform="cpu", process_count=1)))
-        from .checkpoint import verify_checkpoints
+        from .checkpoint.restore import verify_checkpoints
 
         whole = True
         for line, good in verify_checkpoints(path):
             print(line)
             whole &= good
         return 0 if whole else 1
-    from .manifest import list_checkpoints, show_checkpoint
+    from .checkpoint.manifest import list_checkpoints, show_checkpoint
 
     for line in {"ls": list_checkpoints, "show": show_checkpoint}[options.action](path):
         print(line)
@@ -218,7 +218,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 
 def _config_of_run(options: argparse.Namespace) -> Config:
-    from .manifest import config_of
+    from .checkpoint.manifest import config_of
 
     check_local(options.run)
     return config_of(Path(options.run), *options.overrides)
@@ -226,7 +226,7 @@ def _config_of_run(options: argparse.Namespace) -> Config:
 
 def _start(config: Config) -> Config:
     """Start JAX on the devices of a config that is known to be good."""
-    from .device import prepare_devices
+    from .runtime.devices import prepare_devices
 
     prepare_devices(config.device)
     return config

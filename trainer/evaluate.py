@@ -12,10 +12,10 @@ import jax
 from ..models.batch import Batch
 from ..models.transformer import Transformer
 from ..sharding.layout import Layout
+from .checkpoint.finished_run import open_documents, open_run
 from .config import Config
 from .data.loader import eval_batches
 from .data.store import Split, Store
-from .reading import open_documents, open_run
 from .step import make_eval_step
 
 

@@ -25,11 +25,11 @@ from ..models.decode import Cache, empty_cache, extend
 from ..models.transformer import Transformer
 from ..sharding.collectives import all_gather, all_reduce_max
 from ..sharding.layout import Layout, specs
+from .checkpoint.finished_run import open_run
+from .checkpoint.layer_order import without_stages
 from .config import Config
 from .data.tokenizer import Tokenizer
-from .placement import without_stages
-from .precision import DTYPES
-from .reading import open_run
+from .optim.precision import DTYPES
 from .sampling import Sampling, check_prompts
 
 PIECE = 128

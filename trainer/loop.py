@@ -21,23 +21,10 @@ from ..models.batch import Batch
 from ..models.position import position_number
 from ..sharding.keys import user_path
 from ..sharding.layout import Layout
-from .checkpoint import Checkpoints, open_checkpoints, restore, set_aside
-from .config import Config
-from .console import Reporter, decoration, report_steps
-from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
-from .data.shared import open_shared_data
-from .data.store import Store, documents_of
-from .data.tokenizer import Tokenizer, read_tokenizer
-from .device import prepare_devices
-from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
-from .flops import mfu, peak_flops, step_flops
-from .generate import generate_texts
-from .load import load
-from .manifest import newest_tokenizer_text
-from .metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
-from .placement import in_model_order, in_stage_order, model_order_shapes
-from .processes import any_process, check_same_config, is_first, make_agree, on_first, watch
-from .resume import (
+from .checkpoint.layer_order import in_model_order, in_stage_order, model_order_shapes
+from .checkpoint.manifest import newest_tokenizer_text
+from .checkpoint.restore import restore, set_aside
+from .checkpoint.run_folder import (
     as_one_process,
     begin,
     check_data,
@@ -47,9 +34,25 @@ from .resume import (
     run_folder,
     write_run_files,
 )
+from .checkpoint.save import Checkpoints, open_checkpoints
+from .config import Config
+from .config.load import load
+from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
+from .data.shared import open_shared_data
+from .data.store import Store, documents_of
+from .data.tokenizer import Tokenizer, read_tokenizer
+from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
+from .generate import generate_texts
+from .inspect.flops import mfu, peak_flops, step_flops
+from .log.console import Reporter, decoration, report_steps
+from .log.metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
+from .log.nonfinite import describe_attempt, how_to_calm, why_it_ends
+from .log.summary import summarize
+from .optim.learning_rate import rate_change
+from .runtime.devices import prepare_devices
+from .runtime.processes import any_process, check_same_config, is_first, make_agree, on_first, watch
+from .runtime.stop import Agreement, Stopped, in_background, stop_on_signals, until_stopped
 from .sampling import Sampling
-from .schedule import rate_change
-from .skipping import describe_attempt, how_to_calm, why_it_ends
 from .state import (
     State,
     abstract_state,
@@ -60,8 +63,6 @@ from .state import (
     with_params,
 )
 from .step import make_eval_step, make_train_step, step_shapes
-from .stop import Agreement, Stopped, in_background, stop_on_signals, until_stopped
-from .summary import summarize
 
 
 class RunError(RuntimeError):

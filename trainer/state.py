@@ -18,8 +18,8 @@ from ..models.transformer import Transformer
 from ..sharding.layout import Layout, is_param, make_layout, specs
 from ..sharding.mesh import make_mesh
 from .config import Config, OptimizerConfig
-from .optimizer import make_optimizer
-from .precision import DTYPES, LossScale, first_scale
+from .optim.optimizer import make_optimizer
+from .optim.precision import DTYPES, LossScale, first_scale
 
 
 @jax.tree_util.register_dataclass

@@ -27,9 +27,9 @@ from .assembly import Piece, make_stages, plain_loss, training_loss
 from .config import Config
 from .data.loader import batch_shapes
 from .microbatches import add_up_gradients, add_up_sums
-from .optimizer import make_optimizer
-from .precision import next_scale
-from .schedule import learning_rate
+from .optim.learning_rate import learning_rate
+from .optim.optimizer import make_optimizer
+from .optim.precision import next_scale
 from .state import State, abstract_state, next_average, sharded_shapes, state_shardings
 
 

@@ -15,9 +15,10 @@ import jax
 from measure import parse_rounds, random_batch
 
 from meshwright import load
-from meshwright.trainer.checkpoint import open_checkpoints, restore
+from meshwright.trainer.checkpoint.restore import restore
+from meshwright.trainer.checkpoint.save import open_checkpoints
 from meshwright.trainer.data.tokenizer import ByteTokenizer
-from meshwright.trainer.device import prepare_devices
+from meshwright.trainer.runtime.devices import prepare_devices
 from meshwright.trainer.state import init_state, lay_out, sharded_shapes
 from meshwright.trainer.step import make_train_step
 

@@ -16,10 +16,10 @@ from measure import Figure, report, start_jax
 
 from meshwright import load
 from meshwright.models.layers.moe import expert_limit
-from meshwright.sharding import hlo
 from meshwright.sharding.exchange import exchange_rows
 from meshwright.sharding.grouped import block_sizes
 from meshwright.trainer.config import Config
+from meshwright.trainer.inspect import hlo
 from meshwright.trainer.state import lay_out
 from meshwright.trainer.step import make_train_step, step_shapes
 

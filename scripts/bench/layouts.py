@@ -24,7 +24,7 @@ from measure import (
 
 from meshwright import load
 from meshwright.trainer.config import Config
-from meshwright.trainer.plan import make_plan
+from meshwright.trainer.inspect.plan import make_plan
 from meshwright.trainer.state import init_state, lay_out
 from meshwright.trainer.step import make_train_step
 

@@ -21,7 +21,7 @@ from measure import Figure, Program, parse_rounds, random_batch, report, stepper
 
 from meshwright import load, train
 from meshwright.trainer.config import Config
-from meshwright.trainer.device import prepare_devices
+from meshwright.trainer.runtime.devices import prepare_devices
 from meshwright.trainer.state import init_state, lay_out
 from meshwright.trainer.step import make_train_step
 

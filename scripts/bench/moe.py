@@ -29,9 +29,9 @@ from measure import (
 )
 
 from meshwright import load
-from meshwright.sharding import hlo
 from meshwright.sharding.grouped import Groups, Weights, group_rows, grouped_linear
 from meshwright.trainer.config import Config
+from meshwright.trainer.inspect import hlo
 from meshwright.trainer.state import init_state, lay_out
 from meshwright.trainer.step import make_train_step, shard_loss_and_grads
 

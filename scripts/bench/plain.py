@@ -24,8 +24,8 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.transformer import Block, Transformer
 from meshwright.sharding.layout import Layout, spec_axes, specs
 from meshwright.trainer.config import Config
-from meshwright.trainer.optimizer import decayed
-from meshwright.trainer.schedule import learning_rate
+from meshwright.trainer.optim.learning_rate import learning_rate
+from meshwright.trainer.optim.optimizer import decayed
 from meshwright.trainer.state import init_state, lay_out
 from meshwright.trainer.step import make_train_step
 

@@ -28,9 +28,9 @@ import numpy as np
 from jax import lax
 
 from ..collectives import all_reduce, axis_index, shift
-from ..hlo import taken
 from ..layout import Layout, is_param
 from ..taps import Product, find_products, make_taps, weight_gradients, with_taps
+from ..traffic import taken
 from .orders import arrival, find_places, sent_ways, splits_backward, stage_orders, tick_groups
 from .schedules import Schedule
 

@@ -9,11 +9,11 @@ import pytest
 
 from meshwright.models.batch import Batch
 from meshwright.models.layers.attention import Attention
-from meshwright.trainer.optimizer import decayed
+from meshwright.trainer.inspect.verify import global_norm, synthetic_batch
+from meshwright.trainer.log.summary import summarize
+from meshwright.trainer.optim.optimizer import decayed
 from meshwright.trainer.state import abstract_state, init_state, lay_out, named_leaves
 from meshwright.trainer.step import make_train_step
-from meshwright.trainer.summary import summarize
-from meshwright.trainer.verify import global_norm, synthetic_batch
 from runs import (
     SGD,
     SMALL,

@@ -14,10 +14,10 @@ from numpy.testing import assert_allclose
 
 from meshwright.models.batch import Batch
 from meshwright.sharding.layout import specs
-from meshwright.trainer import verify
+from meshwright.trainer.inspect import verify
+from meshwright.trainer.inspect.verify import synthetic_batch
 from meshwright.trainer.state import abstract_state, lay_out
 from meshwright.trainer.step import clip, make_eval_step
-from meshwright.trainer.verify import synthetic_batch
 from runs import (
     SGD,
     SMALL,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from meshwright.sharding import linear
-from meshwright.trainer import step, verify
+from meshwright.trainer import step
+from meshwright.trainer.inspect import verify
 from runs import (
     SMALL,
     assert_same_gradients,

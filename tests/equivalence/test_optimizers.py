@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from meshwright.sharding.layout import map_params, specs
-from meshwright.trainer.load import override
-from meshwright.trainer.optimizer import make_optimizer
+from meshwright.trainer.config.load import override
+from meshwright.trainer.log.summary import device_bytes
+from meshwright.trainer.optim.optimizer import make_optimizer
 from meshwright.trainer.state import (
     State,
     abstract_state,
@@ -29,7 +30,6 @@ from meshwright.trainer.state import (
     state_shardings,
     with_params,
 )
-from meshwright.trainer.summary import device_bytes
 from runs import SMALL, first_devices, make_config, random_params, train
 
 OPTIMIZERS = {

@@ -10,10 +10,15 @@ import pytest
 
 from meshwright.sharding.layout import is_param
 from meshwright.sharding.pipeline import executor
+from meshwright.trainer.checkpoint.layer_order import (
+    in_model_order,
+    in_stage_order,
+    model_order_shapes,
+)
+from meshwright.trainer.config.load import from_yaml, override, to_yaml
 from meshwright.trainer.generate import generate
-from meshwright.trainer.load import from_yaml, override, to_yaml
-from meshwright.trainer.memory import inner_programs
-from meshwright.trainer.placement import in_model_order, in_stage_order, model_order_shapes
+from meshwright.trainer.inspect.memory import inner_programs
+from meshwright.trainer.inspect.verify import synthetic_batch
 from meshwright.trainer.sampling import Sampling
 from meshwright.trainer.state import (
     abstract_state,
@@ -23,7 +28,6 @@ from meshwright.trainer.state import (
     sharded_shapes,
 )
 from meshwright.trainer.step import make_eval_step, make_train_step, step_shapes
-from meshwright.trainer.verify import synthetic_batch
 from runs import (
     SGD,
     SMALL,

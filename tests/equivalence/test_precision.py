@@ -10,16 +10,11 @@ import pytest
 
 from meshwright.models.position import position_number
 from meshwright.sharding.layout import map_params
-from meshwright.trainer.load import override
-from meshwright.trainer.precision import first_scale
-from meshwright.trainer.state import (
-    abstract_state,
-    lay_out,
-    named_leaves,
-    state_shardings,
-)
+from meshwright.trainer.config.load import override
+from meshwright.trainer.inspect.verify import synthetic_batch
+from meshwright.trainer.optim.precision import first_scale
+from meshwright.trainer.state import abstract_state, lay_out, named_leaves, state_shardings
 from meshwright.trainer.step import make_train_step, shard_loss_and_grads
-from meshwright.trainer.verify import synthetic_batch
 from runs import (
     SMALL,
     collectives,

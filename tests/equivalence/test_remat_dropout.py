@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from meshwright.models.position import position_number
-from meshwright.trainer.load import override
+from meshwright.trainer.config.load import override
+from meshwright.trainer.inspect.verify import synthetic_batch
 from meshwright.trainer.state import abstract_state, lay_out, state_shardings
 from meshwright.trainer.step import make_eval_step, make_train_step, step_shapes
-from meshwright.trainer.verify import synthetic_batch
 from runs import (
     AS_SHIPPED,
     SGD,

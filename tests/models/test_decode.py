@@ -16,8 +16,8 @@ from meshwright.models.batch import Batch
 from meshwright.models.decode import empty_cache, extend
 from meshwright.sharding.layout import specs
 from meshwright.sharding.rules import ZERO_AXES
-from meshwright.trainer.load import override
-from meshwright.trainer.precision import DTYPES
+from meshwright.trainer.config.load import override
+from meshwright.trainer.optim.precision import DTYPES
 from meshwright.trainer.state import lay_out
 from runs import SMALL, first_devices, make_config, random_params, shard_map
 

@@ -9,8 +9,8 @@ from flax import nnx
 from meshwright.models import init
 from meshwright.models.config import ModelConfig
 from meshwright.trainer.config import Config
+from meshwright.trainer.inspect.verify import global_norm
 from meshwright.trainer.state import init_params, lay_out, named_leaves
-from meshwright.trainer.verify import global_norm
 from runs import make_config
 
 ODD = (

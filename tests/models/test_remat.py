@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from meshwright.models.config import Saved
-from meshwright.trainer.load import override
+from meshwright.trainer.config.load import override
 from meshwright.trainer.state import abstract_state, lay_out
 from meshwright.trainer.step import make_train_step, step_shapes
 from runs import SMALL, make_config

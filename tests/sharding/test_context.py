@@ -14,13 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.kernels import attention as attention_kernel
 from meshwright.models.kernels.attention import Mask, Tokens, block_kernel
-from meshwright.sharding.context import (
-    attend,
-    causal_pairs,
-    consecutive,
-    gather_tokens,
-    token_at,
-)
+from meshwright.sharding.context import attend, causal_pairs, consecutive, gather_tokens, token_at
 from meshwright.sharding.rules import Dim
 from runs import layout_on, shard_map
 

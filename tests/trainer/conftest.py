@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshwright.trainer.config import Config
-from meshwright.trainer.load import override
+from meshwright.trainer.config.load import override
 from meshwright.trainer.loop import train
 
 SMALL = (

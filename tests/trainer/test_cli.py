@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from meshwright.trainer.cli import main
-from meshwright.trainer.load import load, schema, to_yaml
+from meshwright.trainer.config.load import load, schema, to_yaml
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def calls(monkeypatch):
 
         monkeypatch.setitem(sys.modules, f"meshwright.{module}", SimpleNamespace(**{name: call}))
 
-    record("trainer.device", "prepare_devices", lambda device: None)
+    record("trainer.runtime.devices", "prepare_devices", lambda device: None)
     record("trainer.loop", "train", lambda config: None)
     record("trainer.evaluate", "evaluate_run", lambda run, overrides: "eval_loss 1.5")
-    record("trainer.verify", "verify", lambda config, layouts: made.verify)
+    record("trainer.inspect.verify", "verify", lambda config, layouts: made.verify)
     return made
 
 

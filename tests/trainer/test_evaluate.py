@@ -14,6 +14,7 @@ import pytest
 import reference
 from meshwright.models.batch import Batch
 from meshwright.trainer import cli
+from meshwright.trainer.config.load import override
 from meshwright.trainer.data.rows import row_count, rows_at
 from meshwright.trainer.data.store import open_data
 from meshwright.trainer.evaluate import (
@@ -24,7 +25,6 @@ from meshwright.trainer.evaluate import (
     evaluate_run,
     heldout_batches,
 )
-from meshwright.trainer.load import override
 from meshwright.trainer.state import abstract_state, lay_out, state_shardings
 from meshwright.trainer.step import make_eval_step
 

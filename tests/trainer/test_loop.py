@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from meshwright.models.position import position_number
 from meshwright.trainer import loop
+from meshwright.trainer.checkpoint.manifest import find_checkpoints
 from meshwright.trainer.cli import main
 from meshwright.trainer.config import RunConfig
-from meshwright.trainer.load import load, override, to_yaml
+from meshwright.trainer.config.load import load, override, to_yaml
 from meshwright.trainer.loop import RunError, is_due, next_stop, run_steps, train
-from meshwright.trainer.manifest import find_checkpoints
-from meshwright.trainer.schedule import learning_rate
-from meshwright.trainer.stop import Stopped
+from meshwright.trainer.optim.learning_rate import learning_rate
+from meshwright.trainer.runtime.stop import Stopped
 
 STEP_KEYS = {
     *("step", "position", "loss", "grad_norm", "lr", "tokens"),
@@ -389,3 +389,34 @@ def test_a_checkpoint_is_safe_before_the_evaluation_that_may_fail(run, tmp_path,
     with pytest.raises(MemoryError, match="of the evaluation"):
         train(config)
     assert list(find_checkpoints(tmp_path / "eight")) == [6]
+
+
+EXPERTS = ("model.moe.experts=4", "model.moe.bias_update_rate=0.1")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_bias_on_another_mesh(small_config, corpus, tmp_path, capsys):
+    """And logs, draws and evaluates as it would have on the first."""
+    config = override(
+        small_config,
+        *(*EXPERTS, f"run.dir={tmp_path}", "mesh.data=1", "mesh.expert=2", "train.steps=4"),
+        *("data.source=text", f"data.paths=[{corpus}/*.txt]", "data.holdout=0.2"),
+        *(f"data.store={tmp_path}/store", "optimizer.name=sgd", "checkpoint.every=2"),
+        *("optimizer.schedule=constant", "optimizer.lr=0.1", "train.eval_every=2"),
+    )
+    whole = train(override(config, "run.name=whole"))
+    printed = capsys.readouterr().out
+    assert "metrics.jsonl, loss.png and experts.png are in" in printed
+    assert (whole.folder / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+    shutil.copytree(whole.folder, tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
+    elsewhere = "mesh.fsdp=1", "mesh.context=2", "layout.experts=[expert,context]"
+    two = train(override(config, "run.name=two", "checkpoint.resume=must", *elsewhere))
+    assert "resumed     after 2 of 4 updates" in capsys.readouterr().out
+    np.testing.assert_array_equal(two.state.buffers["moe"], whole.state.buffers["moe"])
+    assert len(np.unique(whole.state.buffers["moe"])) > 2
+    for line, expected in zip(two.history, whole.history, strict=True):
+        assert line["step"] == expected["step"]
+        for name in {"loss", "eval_loss", "router_aux_loss", "expert_load"} & expected.keys():
+            np.testing.assert_allclose(line[name], expected[name], rtol=1e-5, err_msg=name)

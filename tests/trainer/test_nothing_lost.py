@@ -16,13 +16,13 @@ import pytest
 
 from meshwright.models.position import position_number, position_words
 from meshwright.trainer import loop
-from meshwright.trainer.checkpoint import DamagedError, restore
+from meshwright.trainer.checkpoint.manifest import DamagedError, find_checkpoints
+from meshwright.trainer.checkpoint.restore import restore
 from meshwright.trainer.config import Config
-from meshwright.trainer.load import load, override
+from meshwright.trainer.config.load import load, override
 from meshwright.trainer.loop import train
-from meshwright.trainer.manifest import find_checkpoints
+from meshwright.trainer.runtime.stop import Stopped
 from meshwright.trainer.state import abstract_state, lay_out, sharded_shapes, state_shardings
-from meshwright.trainer.stop import Stopped
 
 STEPS = 12
 TIMES = ("step_time", "tokens_per_second", "mfu")

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.position import position_number
 from meshwright.trainer.config import OptimizerConfig
-from meshwright.trainer.load import override
+from meshwright.trainer.config.load import override
 from meshwright.trainer.state import (
     abstract_state,
     init_params,

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.models.batch import Batch
 from meshwright.models.position import position_number
-from meshwright.trainer.load import override
+from meshwright.trainer.config.load import override
 from meshwright.trainer.state import abstract_state, init_state, lay_out, state_shardings
 from meshwright.trainer.step import clip, make_train_step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from ..config import Config
-from ..processes import any_process, on_first
+from ..runtime.processes import any_process, on_first
 from .store import Store, build_store, open_data
 from .tokenizer import Tokenizer
 

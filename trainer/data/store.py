@@ -27,8 +27,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...sharding.keys import STRICT, user_path
-from ..cache import cache_folder
 from ..config import Config, DataConfig
+from ..runtime.compile_cache import cache_folder
 from .entropy import bigram_entropy, unigram_entropy
 from .sources import fingerprint, split_texts
 from .tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_digest, train_bpe

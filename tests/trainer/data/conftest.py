@@ -3,7 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.trainer.config import Config, DataConfig, ModelConfig, TrainConfig
+from meshwright.models.config import ModelConfig
+from meshwright.trainer.config import Config, DataConfig, TrainConfig
 from meshwright.trainer.data.store import Split
 
 END_OF_TEXT = 256

@@ -1,0 +1,1 @@
+"""Saving a run, and opening it again on any mesh."""

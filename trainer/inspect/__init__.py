@@ -1,0 +1,1 @@
+"""What a step holds, moves and costs; whether layouts are equal."""

@@ -1,0 +1,1 @@
+"""Update rules, their rates and their precision."""

@@ -1,0 +1,1 @@
+"""Devices, processes, and how they are started and stopped."""

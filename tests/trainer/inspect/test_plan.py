@@ -363,7 +363,7 @@ PATTERN = ("model.layers=4", "model.window_pattern=[4,null]", "model.qk_norm=all
         (LATENT, "mesh.tensor=2 mesh.context=4 layout.context=zigzag"),
         ((*LATENT, "model.norm=post"), "mesh.tensor=4 layout.sequence_parallel=false"),
         (PATTERN, "mesh.fsdp=4 mesh.tensor=2"),
-        ((*PATTERN, "model.norm=sandwich"), "mesh.tensor=2 mesh.context=4 remat.policy=full"),
+        ((*PATTERN, "model.norm=sandwich"), "mesh.tensor=2 mesh.context=4"),
     ],
 )
 def test_other_kinds_of_layers_send_what_they_say(model, layout):

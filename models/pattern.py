@@ -163,7 +163,7 @@ def segments(items: Sequence[T]) -> list[Segment]:
     for first in range(count - 1, -1, -1):
         best: tuple[int, int, int, Segment | None] | None = None
         for period in range(1, count - first + 1):
-            if best is not None and period > best[0]:
+            if best is not None and period >= best[0]:
                 break
             repeats = 1
             while (

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from meshwright import load
+from meshwright.models.pattern import held
 from meshwright.trainer.log.metrics import lines_until, plot_expert_load
 
 
@@ -22,8 +23,9 @@ def main() -> int:
     options = parser.parse_args()
     path = options.picture or options.run / "experts.png"
     try:
+        numbers = held(load(options.run / "config.yaml").model).get("moe", [])
         history, _ = lines_until(options.run / "metrics.jsonl", math.inf)
-        plot_expert_load(history, load(options.run / "config.yaml").model.dense_layers, path)
+        plot_expert_load(history, numbers, path)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(path)

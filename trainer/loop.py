@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from ..models.batch import Batch
+from ..models.pattern import held
 from ..models.position import position_number
 from ..sharding.keys import user_path
 from ..sharding.layout import Layout
@@ -85,7 +86,8 @@ class Result:
 
     def plot_experts(self, path: Path | None = None):
         """That of experts' load. Raises ValueError where the model has no experts."""
-        return plot_expert_load(self.history, self.config.model.dense_layers, path)
+        numbers = held(self.config.model).get("moe", [])
+        return plot_expert_load(self.history, numbers, path)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def train(config: Config) -> Result:
         history, levels = run.metrics.history, counting_levels(run.store)
         result = Result(run.folder, run.config, history, levels, state)
         pictures: dict[str, Callable[[Path], Any]] = {"loss.png": result.plot}
-        if config.model.moe.experts is not None:
+        if any("expert_load" in line for line in history):
             pictures["experts.png"] = result.plot_experts
         drawn = []
         for name, draw in pictures.items() if is_first() else ():

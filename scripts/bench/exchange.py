@@ -45,7 +45,7 @@ def main() -> int:
         text = step_text(config)
         sent, done = all_to_all_bytes(text, config), expert_flops(text, config, DEVICES)
         assert DEVICES * done >= alone, "the text holds less than the work there is"
-        rows = config.model.experts_per_token * config.train.batch_size * config.train.seq_len
+        rows = config.model.moe.experts_per_token * config.train.batch_size * config.train.seq_len
         sends = rows // DEVICES * config.model.d_model * 4 * (DEVICES - 1) // DEVICES
         formula = 2 * 2 * config.model.layers * sends
         assert sent >= formula, "the text holds less than what must travel"

@@ -88,7 +88,7 @@ def memory(experts: Any) -> int:
     many = compile_cold(step_of(config))
     tokens = config.train.batch_size * config.train.seq_len
     largest = max(array.elements for array in hlo.arrays(many.as_text()))
-    room = config.model.experts_per_token * tokens**2
+    room = config.model.moe.experts_per_token * tokens**2
     detail = f"{largest / 2**20:.1f} / {room / 2**20:.1f} Mi elements"
     figures = [
         temp_ratio("64 experts / 8", many, experts, bound=None),

@@ -21,7 +21,7 @@ from measure import Program, random_batch, stepper
 
 from meshwright.models.batch import Batch
 from meshwright.models.config import ModelConfig
-from meshwright.models.transformer import Block, Transformer
+from meshwright.models.transformer import Layers, Transformer
 from meshwright.sharding.layout import Layout, spec_axes, specs
 from meshwright.trainer.config import Config
 from meshwright.trainer.optim.learning_rate import learning_rate
@@ -39,13 +39,13 @@ def plain_single(config: Config):
     """The jitted step (state, batch) -> (state, metrics) of one device; the state is donated."""
     model = config.model
 
-    def block(x, p: Block, rows: Batch):
-        a = norm(x, p.norm1[...], model)
+    def block(x, p: Layers, rows: Batch):
+        a = norm(x, p.attention.norm[...], model)
         q, k, v = (project(a, w[...]) for w in (p.attention.q, p.attention.k, p.attention.v))
         x = x + merge(attention(q, k, v, rows, model), p.attention.o[...])
-        m = norm(x, p.norm2[...], model)
-        hidden = jax.nn.silu(m @ p.mlp.gate[...]) * (m @ p.mlp.up[...])
-        return x + hidden @ p.mlp.down[...]
+        m = norm(x, p.swiglu.norm[...], model)
+        hidden = jax.nn.silu(m @ p.swiglu.gate[...]) * (m @ p.swiglu.up[...])
+        return x + hidden @ p.swiglu.down[...]
 
     def mean_nll(params: Transformer, rows: Batch):
         x = params.embed[...][rows.tokens]
@@ -61,15 +61,15 @@ def plain_sharded(config: Config, layout: Layout):
     """The same for the axes fsdp and tensor of a mesh whose other axes have size 1."""
     model = config.model
 
-    def block(x, p: Block, rows: Batch):  # x[B_fsdp, S_tensor, D]
-        a = enter(norm(x, p.norm1[...], model))
+    def block(x, p: Layers, rows: Batch):  # x[B_fsdp, S_tensor, D]
+        a = enter(norm(x, p.attention.norm[...], model))
         weights = (p.attention.q, p.attention.k, p.attention.v)
         q, k, v = (project(a, gather(w[...], dim=0)) for w in weights)
         o = attention(q, k, v, rows, model)
         x = x + leave(merge(o, gather(p.attention.o[...], dim=2)))
-        m = enter(norm(x, p.norm2[...], model))
-        gate, up = (m @ gather(w[...], dim=0) for w in (p.mlp.gate, p.mlp.up))
-        return x + leave((jax.nn.silu(gate) * up) @ gather(p.mlp.down[...], dim=1))
+        m = enter(norm(x, p.swiglu.norm[...], model))
+        gate, up = (m @ gather(w[...], dim=0) for w in (p.swiglu.gate, p.swiglu.up))
+        return x + leave((jax.nn.silu(gate) * up) @ gather(p.swiglu.down[...], dim=1))
 
     def nll_share(params: Transformer, rows: Batch):
         """Shares add up to the loss over the mesh: every tensor rank has 1/tensor of its rows'."""
@@ -176,12 +176,12 @@ def attention(
 
 
 def scan_blocks(block, x: jax.Array, params: Transformer, rows: Batch, config: Config) -> jax.Array:
-    def layer(x, p: Block):
+    def layer(x, p: Layers):
         return block(x, p, rows), None
 
     if config.remat.policy == "full":
         layer = jax.checkpoint(layer, prevent_cse=False)
-    return lax.scan(layer, x, params.blocks)[0]
+    return lax.scan(layer, x, params.layers)[0]
 
 
 def make_step(loss_and_grads, config: Config):

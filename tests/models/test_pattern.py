@@ -31,7 +31,7 @@ def test_segments_spell_the_layers(items):
         ("aaabbbbb", [(0, 3, 1), (3, 5, 1)]),
         ("llgllgllg", [(0, 3, 3)]),
         ("lllllg" * 4 + "ll", [(0, 4, 6), (24, 2, 1)]),
-        ("abcd", [(0, 1, 4)]),
+        ("ab", [(0, 1, 1), (1, 1, 1)]),
     ],
 )
 def test_the_shortest_periods_are_found(items, expected):

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -150,12 +150,14 @@ def plot_loss(
     return _finished(figure, path)
 
 
-def plot_expert_load(history: Iterable[dict[str, Any]], first: int = 0, path: Path | None = None):
+def plot_expert_load(
+    history: Iterable[dict[str, Any]], numbers: Sequence[int], path: Path | None = None
+):
     """The load of each layer's most chosen expert over updates, beside that of all where they are
     chosen evenly; saved where a path is given.
 
-    history: the objects of metrics.jsonl; first: layers before those with experts. Returns the
-    matplotlib figure. Raises ValueError where no experts were logged.
+    history: the objects of metrics.jsonl; numbers: of the layers with experts, the first being 0.
+    Returns the matplotlib figure. Raises ValueError where no experts were logged.
     """
     lines = [line for line in history if "expert_load" in line]
     if not lines:
@@ -168,7 +170,7 @@ def plot_expert_load(history: Iterable[dict[str, Any]], first: int = 0, path: Pa
     for layer, loads in enumerate(layers):
         shade = colours(0.9 * layer / max(len(layers) - 1, 1))  # the end of it is pale
         named = len(layers) <= 8 or layer in (0, len(layers) - 1)
-        label = f"layer {first + layer + 1}" if named else None
+        label = f"layer {numbers[layer] + 1}" if named else None
         axes.plot([line["step"] for line in lines], loads, color=shade, label=label, linewidth=1)
     axes.axhline(1, linestyle="--", linewidth=1, color="C0", label="even")
     return _finished(figure, path)

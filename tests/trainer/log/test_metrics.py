@@ -209,18 +209,18 @@ def test_the_picture_of_experts_has_a_line_for_each_layer(tmp_path):
         {"step": 2, "loss": 2.0, "expert_load": [1.5, 1.25]},
     ]
     path = tmp_path / "experts.png"
-    assert curves(plot_expert_load(iter(history), 1, path)) == {
+    assert curves(plot_expert_load(iter(history), [1, 2], path)) == {
         "layer 2": ([1, 2], [2.0, 1.5]),
         "layer 3": ([1, 2], [4.0, 1.25]),
         "even": ([0, 1], [1, 1]),
     }
     assert path.read_bytes().startswith(b"\x89PNG")
-    deep = plot_expert_load([{"step": 1, "expert_load": [1.0] * 9}])
+    deep = plot_expert_load([{"step": 1, "expert_load": [1.0] * 9}], range(9))
     assert [text.get_text() for text in deep.axes[0].get_legend().get_texts()] == [
         *("layer 1", "layer 9", "even")
     ]
     with pytest.raises(ValueError, match="^no expert_load in metrics.jsonl"):
-        plot_expert_load(history[1:2])
+        plot_expert_load(history[1:2], [])
 
 
 DRAW = """

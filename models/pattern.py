@@ -155,14 +155,15 @@ class Segment(NamedTuple):
 
 def segments(items: Sequence[T]) -> list[Segment]:
     """The items cut into runs that repeat, with as few items as possible in all periods together,
-    and then as few runs: what a scan over repeats, with a loop over a period inside, has to hold.
+    and then as few runs, the longest first: what a scan over repeats, with a loop over a period
+    inside, has to hold.
     """
     count = len(items)
-    cheapest: list[tuple[int, int, Segment | None]] = [(0, 0, None)] * (count + 1)
+    cheapest: list[tuple[int, int, int, Segment | None]] = [(0, 0, 0, None)] * (count + 1)
     for first in range(count - 1, -1, -1):
-        best: tuple[int, int, Segment | None] | None = None
+        best: tuple[int, int, int, Segment | None] | None = None
         for period in range(1, count - first + 1):
-            if best is not None and period >= best[0]:
+            if best is not None and period > best[0]:
                 break
             repeats = 1
             while (
@@ -172,14 +173,15 @@ def segments(items: Sequence[T]) -> list[Segment]:
                 repeats += 1
             for times in range(repeats, 0, -1):
                 rest = cheapest[first + times * period]
-                cost = period + rest[0], 1 + rest[1], Segment(first, times, period)
-                if best is None or cost[:2] < best[:2]:
+                segment = Segment(first, times, period)
+                cost = period + rest[0], 1 + rest[1], -times * period, segment
+                if best is None or cost[:3] < best[:3]:
                     best = cost
         assert best is not None
         cheapest[first] = best
     found, at = [], 0
     while at < count:
-        segment = cheapest[at][2]
+        segment = cheapest[at][3]
         assert segment is not None
         found.append(segment)
         at += segment.repeats * segment.period

@@ -109,10 +109,27 @@ SIGMOID = (
 )
 
 
+LOCAL_GLOBAL = (
+    *("model.layers=3", "model.window_pattern=[4,null]", "model.local_rope_theta=100.0"),
+    *("model.rope_pattern=[true,false]", "model.qk_norm=all"),
+)
+SANDWICH = ("model.norm=sandwich", "model.attention_gate=true")
+LATENT = (
+    *("model.layers=3", "model.mixer=mla", "model.kv_heads=null", "model.mla.kv_rank=8"),
+    *("model.mla.q_rank=12", "model.mla.nope_dim=4", "model.mla.rope_dim=2"),
+    *("model.mla.value_dim=6", "model.attention_sink=true", "model.norm=post", *SIGMOID),
+)
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
         ((), ()),
+        (LOCAL_GLOBAL, ()),
+        (LOCAL_GLOBAL, ("mesh.fsdp=4", "mesh.tensor=2")),
+        (SANDWICH, ("mesh.data=2", "mesh.tensor=2")),
+        (LATENT, ()),
+        (LATENT, ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2")),
         ((), ("mesh.data=8",)),
         (EXPERTS, ("mesh.expert=2", "mesh.tensor=4", "layout.experts=[expert,tensor]")),
         (SIGMOID, ("mesh.fsdp=2", "mesh.expert=4")),

@@ -21,7 +21,7 @@ from ..config.load import from_yaml, load, override
 from ..data.tokenizer import tokenizer_digest
 from ..log.metrics import lines_until
 
-VERSION = 2
+VERSION = 3
 
 
 class DamagedError(RuntimeError):

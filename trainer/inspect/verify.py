@@ -59,8 +59,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.microbatches": (1, 4),
     "remat.policy": ("none", "full"),
 }
-"""What the default cover varies: every axis and option that changes how a step is computed. The
-first of each is the reference's."""
+"""What the default cover varies: axes and options that change how a step is computed. The first of
+each is the reference's. Left to --layouts: selective and offloaded recomputation, layout.chunks,
+two directions of layout.overlap, dropout, and mesh.expert of a model without experts."""
 
 EXPERT_CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh.expert": (1, 2, 4, 8),

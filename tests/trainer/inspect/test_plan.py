@@ -334,6 +334,29 @@ def test_dropless_experts_send_one_round_a_layer_that_is_known_of():
     assert (plan.unexplained, plan.unknown) == (0, ())
 
 
+LATENT = (
+    *("model.mixer=mla", "model.kv_heads=null", "model.mla.kv_rank=8", "model.mla.q_rank=12"),
+    *("model.mla.nope_dim=4", "model.mla.rope_dim=2", "model.mla.value_dim=6"),
+)
+PATTERN = ("model.layers=4", "model.window_pattern=[4,null]", "model.qk_norm=all")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (LATENT, "mesh.fsdp=2 mesh.tensor=4 remat.policy=full"),
+        (LATENT, "mesh.tensor=2 mesh.context=4 layout.context=zigzag"),
+        ((*LATENT, "model.norm=post"), "mesh.tensor=4 layout.sequence_parallel=false"),
+        (PATTERN, "mesh.fsdp=4 mesh.tensor=2"),
+        ((*PATTERN, "model.norm=sandwich"), "mesh.tensor=2 mesh.context=4"),
+    ],
+)
+def test_other_kinds_of_layers_send_what_they_say(model, layout):
+    _, plan = plan_of(*layout.split(), *model)
+    assert (plan.unexplained, plan.unknown) == (0, ())
+    assert all(row.sent == row.formula for row in plan.moved)
+
+
 def test_columns_are_as_wide_as_their_cells():
     rows = [["a", "times", "for"], ["a long name", "9,999,999,999", "x, y"], ["b", "", ""]]
     assert list(in_columns(rows, (4, 9))) == [

@@ -1,0 +1,150 @@
+"""Layers of several kinds in one model: each equals the plain model, in every layout."""
+
+import pytest
+from numpy.testing import assert_allclose
+
+from meshwright.trainer.config.load import override
+from runs import (
+    SMALL,
+    assert_same_gradients,
+    assert_same_metrics,
+    gradients,
+    make_config,
+    reference_gradients,
+)
+
+LOCAL_GLOBAL = (
+    *SMALL,
+    "model.layers=5",
+    "model.window_pattern=[4,4,null]",
+    "model.local_rope_theta=100.0",
+    "model.rope_pattern=[true,true,true,false]",
+    "model.norm=sandwich",
+    "model.qk_norm=all",
+    "model.attention_gate=true",
+)
+"""The pattern divides neither the layers nor the stages."""
+
+LATENT = (
+    *SMALL,
+    "model.layers=5",
+    "model.mixer=mla",
+    "model.kv_heads=null",
+    "model.mla.kv_rank=8",
+    "model.mla.q_rank=12",
+    "model.mla.nope_dim=4",
+    "model.mla.rope_dim=2",
+    "model.mla.value_dim=6",
+    "model.dense_layers=3",
+    "model.moe.experts=8",
+    "model.moe.shared_experts=1",
+    "model.moe.scores=sigmoid",
+    "model.moe.groups=4",
+    "model.moe.groups_per_token=2",
+)
+"""Dense layers before experts."""
+
+MIXED = (
+    *SMALL,
+    "model.layers=4",
+    "model.mla.kv_rank=8",
+    "model.mla.nope_dim=4",
+    "model.mla.rope_dim=2",
+    "model.mla.value_dim=6",
+    "model.attention_gate=true",
+    "model.attention_sink=true",
+    "model.norm=post",
+    "model.moe.experts=4",
+    "model.segments=[{repeats: 2, layers: [{window: 4, ffn: swiglu}, {mixer: mla, ffn: moe}]}]",
+)
+"""Both mixers and both that follow, by turns."""
+
+MODELS = {"local_global": LOCAL_GLOBAL, "latent": LATENT, "mixed": MIXED}
+
+ANY_MODEL = (
+    "mesh.data=2 mesh.fsdp=2 mesh.tensor=2",
+    "mesh.fsdp=4 mesh.tensor=2 layout.zero=2 layout.sequence_parallel=false train.microbatches=4",
+    "mesh.tensor=4 layout.overlap=true remat.policy=full",
+    "mesh.context=4 layout.context=zigzag mesh.tensor=2 remat.policy=selective",
+    "mesh.context=4 layout.context=usp mesh.fsdp=2",
+    "mesh.pipe=2 mesh.data=2 mesh.tensor=2 train.microbatches=4 layout.schedule=gpipe",
+    "mesh.pipe=2 mesh.context=2 layout.context=ulysses train.microbatches=4 layout.schedule=zb_h1",
+)
+MORE = (
+    "mesh.data=8",
+    "mesh.fsdp=8 layout.zero=1",
+    "mesh.context=2 layout.context=ring",
+    "mesh.context=2 layout.context=all_gather",
+    "mesh.pipe=4 train.microbatches=4 remat.policy=full",
+    "mesh.pipe=2 layout.schedule=interleaved train.microbatches=4 mesh.fsdp=2",
+    "mesh.pipe=2 layout.schedule=zb_h2 train.microbatches=4 mesh.fsdp=4 layout.zero=2",
+    "mesh.pipe=2 mesh.context=2 layout.context=all_gather layout.schedule=zb_v "
+    "train.microbatches=4",
+    "mesh.pipe=2 layout.schedule=dualpipe_v train.microbatches=4 mesh.tensor=2",
+)
+WITH_EXPERTS = (
+    "mesh.expert=4 mesh.tensor=2",
+    pytest.param("mesh.pipe=2 mesh.expert=2 train.microbatches=4", marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_device_equals_the_plain_model(name):
+    metrics, grads = gradients(*MODELS[name])
+    expected, expected_grads = reference_gradients(*MODELS[name])
+    objective = sum(metrics.get(part, 0.0) for part in ("loss", "router_aux_loss"))
+    assert_allclose(
+        [metrics["loss"], objective], [expected["loss"], expected["objective"]], rtol=1e-5
+    )
+    assert_same_gradients(grads, expected_grads)
+
+
+def check(name, layout):
+    metrics, grads = gradients(*MODELS[name], *layout.split())
+    expected, expected_grads = gradients(*MODELS[name])
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
+
+
+@pytest.mark.parametrize("layout", ANY_MODEL)
+@pytest.mark.parametrize("name", ["local_global", "latent"])
+def test_every_axis_equals_one_device(name, layout):
+    check(name, layout)
+
+
+@pytest.mark.parametrize("name", ["latent", "mixed"])
+@pytest.mark.parametrize("layout", WITH_EXPERTS)
+def test_experts_among_other_layers_equal_one_device(name, layout):
+    check(name, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for name in ("local_global", "latent") for layout in MORE),
+        *(("mixed", layout) for layout in (ANY_MODEL[0], ANY_MODEL[3], ANY_MODEL[5])),
+    ],
+)
+def test_more_layouts_equal_one_device(name, layout):
+    check(name, layout)
+
+
+def test_stages_that_differ_take_no_permutes():
+    config = make_config(*LOCAL_GLOBAL)
+    with pytest.raises(ValueError) as error:
+        override(config, "mesh.pipe=2", "mesh.context=2", "layout.context=zigzag")
+    assert str(error.value) == (
+        "model.layers=5 on mesh.pipe=2, 2 pieces in all, has stages whose layers differ: they run "
+        "stages in branches, where no permute may run, since all devices take part in it: "
+        "layout.context=zigzag on mesh.context=2 sends by permutes; write layout.context="
+        "all_gather or ulysses"
+    )
+
+
+def test_a_pattern_that_divides_the_stages_may_go_round_a_ring():
+    pattern = (*SMALL, "model.layers=4", "model.window_pattern=[4,null]")
+    metrics, grads = gradients(*pattern, "mesh.pipe=2", "mesh.context=2", "train.microbatches=4")
+    expected, expected_grads = gradients(*pattern)
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)

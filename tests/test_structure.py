@@ -69,6 +69,57 @@ def test_every_folder_with_code_is_a_package():
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
+WITHOUT_TESTS_OF_THEIR_OWN = {
+    "models/batch.py",
+    "models/config/mla.py",
+    "models/config/model.py",
+    "models/config/moe.py",
+    "models/config/remat.py",
+    "models/config/rope.py",
+    "models/inputs.py",
+    "models/layers/attention.py",
+    "models/layers/sublayer.py",
+    "models/layers/swiglu.py",
+    "models/norms.py",
+    "sharding/config.py",
+    "sharding/exchange.py",
+    "sharding/pipeline/orders.py",
+    "sharding/taps.py",
+    "sharding/traffic.py",
+    "trainer/assembly.py",
+    "trainer/checkpoint/layer_order.py",
+    "trainer/config/checkpoint.py",
+    "trainer/config/data.py",
+    "trainer/config/device.py",
+    "trainer/config/differences.py",
+    "trainer/config/optimizer.py",
+    "trainer/config/precision.py",
+    "trainer/config/run.py",
+    "trainer/config/tree.py",
+    "trainer/data/shared.py",
+    "trainer/inspect/traffic.py",
+    "trainer/log/nonfinite.py",
+    "trainer/microbatches.py",
+    "trainer/runtime/compile_cache.py",
+    "trainer/sampling.py",
+}
+"""Modules that other files' tests cover. The list only gets shorter: it may name no module that
+has a test file of its own, and no module that is gone.
+"""
+
+
+def test_every_module_has_its_test_file():
+    modules = [path.relative_to(ROOT) for path in SOURCES if path.name != "__init__.py"]
+    modules = [module for module in modules if module.parts[0] != "scripts"]
+    without = {
+        str(module)
+        for module in modules
+        if not (ROOT / "tests" / module.parent / f"test_{module.name}").is_file()
+    }
+    assert not without - WITHOUT_TESTS_OF_THEIR_OWN, "write tests/…/test_….py beside the module"
+    assert not WITHOUT_TESTS_OF_THEIR_OWN - without, "take these out of the list"
+
+
 def test_what_answers_at_once_imports_no_jax():
     code = """
 import sys

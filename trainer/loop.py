@@ -27,11 +27,11 @@ from .checkpoint.manifest import newest_tokenizer_text
 from .checkpoint.restore import restore, set_aside
 from .checkpoint.run_folder import (
     as_one_process,
-    begin,
     check_data,
     compare_models,
     hold,
     named,
+    resumes_from,
     run_folder,
     write_run_files,
 )
@@ -151,7 +151,8 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
     config = replace(config, run=replace(config.run, name=name))
     layout, folder = lay_out(config), run_folder(config)
     kept = as_one_process(config, jax.process_count())
-    expected, _ = on_first(lambda: begin(folder, kept))  # before the data, which may take long
+    # before the data, which may take long
+    expected, _ = on_first(lambda: resumes_from(folder, kept))
     store = open_shared_data(config, tokenizer_of(folder if expected else None, config))
     with (
         stop_on_signals(config.checkpoint.grace) as stop,
@@ -160,7 +161,7 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
         ExitStack() as lock,
     ):
         on_first(lambda: lock.enter_context(hold(folder, config)))
-        resumes, changes = on_first(lambda: begin(folder, kept))
+        resumes, changes = on_first(lambda: resumes_from(folder, kept))
         if resumes != expected:
             raise ValueError(f"{folder} has begun meanwhile, by another process; start again")
         for line in summarize(config, layout, abstract_state(config)):

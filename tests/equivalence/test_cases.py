@@ -69,7 +69,8 @@ def uneven_reference():
         ),
     ],
 )
-def test_c08_a_mean_over_targets_is_not_a_mean_of_means(accumulation, mesh):
+def test_a_mean_over_targets_is_not_a_mean_of_means(accumulation, mesh):
+    """Case C08."""
     config = make_config(*T0, f"train.microbatches={accumulation}", *mesh.split())
     metrics, grads = layout_gradients(config, uneven_batch())
     expected, expected_grads = uneven_reference()
@@ -79,7 +80,8 @@ def test_c08_a_mean_over_targets_is_not_a_mean_of_means(accumulation, mesh):
     assert_same_gradients(grads, expected_grads)
 
 
-def test_c08_a_batch_without_any_target_trains_nothing():
+def test_a_batch_without_any_target_trains_nothing():
+    """Case C08."""
     batch = uneven_batch()
     config = make_config(*T0, "train.microbatches=16")
     metrics, grads = layout_gradients(config, replace(batch, weights=0 * batch.weights))
@@ -87,8 +89,8 @@ def test_c08_a_batch_without_any_target_trains_nothing():
     assert not any(leaf.any() for leaf in grads.values())
 
 
-def test_c09_clipping_is_once_per_update():
-    """The gradient of one micro-batch of eight is a hundred times the others'."""
+def test_clipping_is_once_per_update():
+    """Case C09. The gradient of one micro-batch of eight is a hundred times the others'."""
     batch = synthetic_batch(make_config(*T0))
     weights = np.array(batch.weights)
     weights[:, 2:4] *= 100
@@ -110,8 +112,8 @@ def test_c09_clipping_is_once_per_update():
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_c12_no_gradient_of_the_step_is_reduced_in_bf16(zero):
-    """Without tensor only weights are gathered, and only gradients and sums reduced."""
+def test_no_gradient_of_the_step_is_reduced_in_bf16(zero):
+    """Case C12. Without tensor only weights are gathered, and only gradients and sums reduced."""
     config = make_config(
         *T0, "precision.compute=bf16", "mesh.data=2", "mesh.fsdp=4", f"layout.zero={zero}"
     )
@@ -122,7 +124,8 @@ def test_c12_no_gradient_of_the_step_is_reduced_in_bf16(zero):
     assert gathered == ({"bf16"} if zero == 3 else set())
 
 
-def test_c13_decay_follows_the_role_not_the_number_of_dims():
+def test_decay_follows_the_role_not_the_number_of_dims():
+    """Case C13."""
     config = make_config(*T0, "model.bias=all", "model.qk_norm=head")
     state = abstract_state(config)
 
@@ -158,7 +161,8 @@ def test_c13_decay_follows_the_role_not_the_number_of_dims():
         ),
     ],
 )
-def test_c17_kv_heads_and_tensor_shards_in_any_proportion(kv_heads, tensor):
+def test_kv_heads_and_tensor_shards_in_any_proportion(kv_heads, tensor):
+    """Case C17."""
     model = (*EIGHT_HEADS, f"model.kv_heads={kv_heads}")
     metrics, grads = gradients(*model, f"mesh.tensor={tensor}")
     expected, expected_grads = reference_gradients(*model)
@@ -167,7 +171,8 @@ def test_c17_kv_heads_and_tensor_shards_in_any_proportion(kv_heads, tensor):
 
 
 @pytest.mark.slow
-def test_c17_replicas_of_kv_weights_stay_the_same_bits():
+def test_replicas_of_kv_weights_stay_the_same_bits():
+    """Case C17."""
     model = (*EIGHT_HEADS, "model.kv_heads=2", "model.layers=2", "train.seq_len=16", *SGD)
     history, state = train(20, *model, "mesh.data=2", "mesh.tensor=4")
     expected_history, expected_state = train(20, *model)
@@ -186,8 +191,8 @@ def test_c17_replicas_of_kv_weights_stay_the_same_bits():
 
 
 @pytest.mark.parametrize("tied", [(), ("model.tie_embeddings=true",)], ids=["untied", "tied"])
-def test_c18_a_vocabulary_of_257_on_eight_tensor_shards(tied):
-    """Some shards hold padding alone; the reference has no padding."""
+def test_a_vocabulary_of_257_on_eight_tensor_shards(tied):
+    """Case C18. Some shards hold padding alone; the reference has no padding."""
     model = (*EIGHT_HEADS, "model.kv_heads=1", *tied)
     metrics, grads = gradients(*model, "mesh.tensor=8")
     expected, expected_grads = reference_gradients(*model)
@@ -197,7 +202,8 @@ def test_c18_a_vocabulary_of_257_on_eight_tensor_shards(tied):
         assert grads[name].shape[0] == 384 and not grads[name][257:].any()
 
 
-def test_c20_optimizer_state_is_cut_over_all_devices():
+def test_optimizer_state_is_cut_over_all_devices():
+    """Case C20."""
     config = make_config(*T0, "mesh.fsdp=8", "optimizer.name=adamw")
     layout = lay_out(config)
     first = init_state(config, layout)
@@ -214,12 +220,14 @@ def test_c20_optimizer_state_is_cut_over_all_devices():
             assert abs(count / (total / 8) - 1) < 0.1
 
 
-def test_c21_the_program_does_not_grow_with_depth():
+def test_the_program_does_not_grow_with_depth():
+    """Case C21."""
     sizes = [len(lowered(make_config(*T0, f"model.layers={n}")).as_text()) for n in (4, 16, 64)]
     assert max(sizes) < 1.01 * min(sizes)
 
 
-def test_c21_recomputation_lowers_temporary_bytes():
+def test_recomputation_lowers_temporary_bytes():
+    """Case C21."""
     temp = {}
     for policy in ("none", "full"):
         compiled = lowered(make_config(*T0, f"remat.policy={policy}")).compile()
@@ -240,9 +248,9 @@ STEPS = (*SMALL, *SGD, "optimizer.clip=0.5", "train.label_smoothing=0.1")
         *(pytest.param(2, 4, zero, marks=pytest.mark.slow) for zero in (0, 1, 3)),
     ],
 )
-def test_c30_hybrid_sharding_logs_the_norm_of_one_device(data, fsdp, zero):
-    """And, C32, every other metric; and parameters after some updates are the same at all ZeRO
-    stages."""
+def test_hybrid_sharding_logs_the_norm_of_one_device(data, fsdp, zero):
+    """Case C30; and C32: every other metric. Parameters after some updates are the same at all
+    ZeRO stages."""
     layout = f"mesh.data={data}", f"mesh.fsdp={fsdp}", f"layout.zero={zero}"
     history, state = train(4, *STEPS, *layout)
     expected_history, expected_state = train(4, *STEPS)
@@ -269,8 +277,8 @@ def test_c30_hybrid_sharding_logs_the_norm_of_one_device(data, fsdp, zero):
         *((1, 8, mode) for mode in ("ring", "zigzag", "all_gather")),
     ],
 )
-def test_c29_context_scales_no_gradient(data, context, mode):
-    """All factorings of eight devices, by parameters after updates of SGD."""
+def test_context_scales_no_gradient(data, context, mode):
+    """Case C29. All factorings of eight devices, by parameters after updates of SGD."""
     layout = f"mesh.data={data}", f"mesh.context={context}", f"layout.context={mode}"
     history, state = train(4, *STEPS, *layout)
     expected_history, expected_state = train(4, *STEPS)

@@ -304,8 +304,8 @@ def skewed_batch(config):
         ("microbatch", "mesh.fsdp=2 mesh.expert=2 mesh.context=2 train.microbatches=2"),
     ],
 )
-def test_c22_the_balance_loss_knows_no_shards(unit, layout):
-    """Were it a mean over devices, skewed ones would make it larger."""
+def test_the_balance_loss_knows_no_shards(unit, layout):
+    """Case C22. Were it a mean over devices, skewed ones would make it larger."""
     options = (
         *SMALL,
         "model.moe.experts=8",
@@ -320,7 +320,8 @@ def test_c22_the_balance_loss_knows_no_shards(unit, layout):
 
 
 @pytest.mark.parametrize("experts", [1, 2, 4, 8])
-def test_c33_each_expert_counts_once_in_the_norm(experts):
+def test_each_expert_counts_once_in_the_norm(experts):
+    """Case C33."""
     config = make_config(*MOE, f"mesh.expert={experts}", f"mesh.fsdp={8 // experts}")
     layout, params = lay_out(config), abstract_state(config).params
     shardings = jax.tree.map(layout.sharding, specs(params, layout.state_spec))

@@ -59,7 +59,8 @@ def attempt(step, state, batch, config):
     "mesh",
     [*MESHES, "mesh.fsdp=2 mesh.expert=4 model.moe.experts=4 model.moe.bias_update_rate=0.01"],
 )
-def test_c10_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
+def test_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
+    """Case C10."""
     config = make_config(*SMALL, *mesh.split(), "optimizer.ema=0.9")
     one, two, poisoned, four = batches(config, 4)
     weights = np.array(poisoned.weights)
@@ -168,7 +169,8 @@ def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, rou
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_c12_gradients_travel_in_bf16_where_that_is_asked_for(zero):
+def test_gradients_travel_in_bf16_where_that_is_asked_for(zero):
+    """Case C12."""
     overrides = (*SMALL, "mesh.data=2", "mesh.fsdp=4", f"layout.zero={zero}")
     config = make_config(*overrides, "precision.reduce=bf16", "model.bias=all")
     layout = lay_out(config, first_devices(config))

@@ -68,7 +68,8 @@ def test_recomputation_changes_no_bit_on_one_device(policy):
         "train.microbatches=4 remat.policy=full remat.every=2",
     ],
 )
-def test_c19_dropout_is_that_of_one_device_in_every_layout(layout):
+def test_dropout_is_that_of_one_device_in_every_layout(layout):
+    """Case C19."""
     metrics, grads = gradients(*DROPPED, *layout.split())
     expected, expected_grads = gradients(*DROPPED)
     assert_same_metrics(metrics, expected)

@@ -53,12 +53,13 @@ def masks(rate=0.3, position=100, layer=5, site=FFN, seed=3, pieces=PIECES, **la
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("pieces", [1, PIECES])
-def test_c28_the_same_bits_in_every_layout(name, pieces):
+def test_the_same_bits_in_every_layout(name, pieces):
+    """Case C28."""
     np.testing.assert_array_equal(masks(pieces=pieces, **LAYOUTS[name]), masks())
 
 
-def test_c28_no_two_shards_alike():
-    """Of rows and of tokens, wherever a mesh might cut."""
+def test_no_two_shards_alike():
+    """Case C28. Of rows and of tokens, wherever a mesh might cut."""
     kept = masks()
     pieces = kept.reshape(ROWS, 8, -1, CHANNELS).reshape(ROWS * 8, -1)
     assert len(np.unique(pieces, axis=0)) == len(pieces)

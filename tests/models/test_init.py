@@ -52,8 +52,8 @@ def odd(shipped_init):
     "mesh",
     ["mesh.data=8", "mesh.fsdp=4", "mesh.fsdp=3 mesh.tensor=2", "mesh.tensor=2 layout.zero=1"],
 )
-def test_c19_weights_are_the_same_bits_on_every_mesh(odd, mesh):
-    """fsdp=4 does not divide d_model=15, fsdp=3 does."""
+def test_weights_are_the_same_bits_on_every_mesh(odd, mesh):
+    """Case C19. fsdp=4 does not divide d_model=15, fsdp=3 does."""
     found = drawn(make_config(*ODD, *mesh.split()))
     assert list(found) == list(odd)
     for name, leaf in odd.items():

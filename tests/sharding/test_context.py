@@ -138,16 +138,17 @@ SEVERAL = ["ring 8", "zigzag 8", "ulysses 4", "all_gather 4", "usp 8"]
 
 
 @pytest.mark.parametrize("way", SEVERAL)
-def test_c15_documents_of_1_to_17_tokens(way):
+def test_documents_of_1_to_17_tokens(way):
+    """Case C15."""
     inputs = *arrays(), documents(range(1, 10), (17, 16, 15))
     assert_close(compiled("causal", way)(*inputs), compiled("causal")(*inputs))
 
 
 @pytest.mark.parametrize("way", SEVERAL)
 @pytest.mark.parametrize("mask", ["causal", "bidirectional window"])
-def test_c14_c15_a_document_knows_nothing_of_its_neighbours(way, mask):
-    """Other values in one packed document: the others' outputs and gradients change by exactly
-    nothing, wherever shards cut."""
+def test_a_document_knows_nothing_of_its_neighbours(way, mask):
+    """Cases C14 and C15. Other values in one packed document: the others' outputs and gradients
+    change by exactly nothing, wherever shards cut."""
     run, inputs, others = compiled(mask, way), arrays(), arrays(seed=1)
     where = documents((20, 4, 7, 17), (2, 29, 5, 12))
     expected = run(*inputs, where)
@@ -161,8 +162,8 @@ def test_c14_c15_a_document_knows_nothing_of_its_neighbours(way, mask):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("way", SEVERAL)
-def test_c16_hidden_tokens_give_exact_zeros(way, dtype):
-    """A row of padding alone, and one of which most devices hold nothing but padding."""
+def test_hidden_tokens_give_exact_zeros(way, dtype):
+    """Case C16. A row of padding alone, and one of which most devices hold nothing but padding."""
     where = documents((), (9, 4))
     for result in compiled("causal", way)(*arrays(dtype=dtype), where):
         assert np.isfinite(result).all()

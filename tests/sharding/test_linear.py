@@ -233,8 +233,10 @@ def lowered(layout, dtype, chunk=8):
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_c12_gradients_are_reduced_in_f32_and_weights_travel_in_bf16(zero):
-    """Without tensor, all that is reduced is gradients and all that is gathered weights."""
+def test_gradients_are_reduced_in_f32_and_weights_travel_in_bf16(zero):
+    """Case C12. Without tensor, all that is reduced is gradients and all that is gathered
+    weights.
+    """
     text, _ = lowered(layout_on(data=2, fsdp=4, zero=zero), jnp.bfloat16)
     found = collectives(text)
     assert {dtype for name, dtype in found if name != "all_gather"} == {"f32"}
@@ -243,16 +245,18 @@ def test_c12_gradients_are_reduced_in_f32_and_weights_travel_in_bf16(zero):
     assert bool(gathers) == (zero == 3)
 
 
-def test_c12_under_tensor_only_activations_travel_in_bf16():
-    """With sequence parallelism activations are scattered: an all-reduce is one of gradients."""
+def test_under_tensor_only_activations_travel_in_bf16():
+    """Case C12. With sequence parallelism activations are scattered: an all-reduce is one of
+    gradients.
+    """
     text, _ = lowered(layout_on(tensor=2), jnp.bfloat16)
     found = collectives(text)
     assert {dtype for name, dtype in found if name == "all_reduce"} == {"f32"}
     assert {dtype for name, dtype in found if name == "reduce_scatter"} == {"bf16"}
 
 
-def test_c12_tokens_are_added_up_in_f32():
-    """301 times one, which bf16 rounds to 300 or 302."""
+def test_tokens_are_added_up_in_f32():
+    """Case C12. 301 times one, which bf16 rounds to 300 or 302."""
     layout, params = layout_on(), sublayer_params(kv_heads=2)
     ids, x = jnp.zeros((7, 43), jnp.int32), jnp.ones((7, 43, D), jnp.bfloat16)
     params["table"] = make_param(np.random.default_rng(6), ("vocab", "embed"), V, D)

@@ -78,8 +78,8 @@ def assert_same_run(result, unbroken):
     assert list(find_checkpoints(result.folder)) == list(find_checkpoints(unbroken.folder))
 
 
-def test_c04_a_checkpoints_label_is_the_number_of_completed_updates(base, unbroken):
-    """And what follows from there is bitwise what followed at first, rates included."""
+def test_a_checkpoints_label_is_the_number_of_completed_updates(base, unbroken):
+    """Case C04. And what follows from there is bitwise what followed at first, rates included."""
     assert list(find_checkpoints(unbroken.folder)) == [7, 12]
     layout = lay_out(base)
     _, state = restore(unbroken.folder / "checkpoints" / "7", sharded_shapes(base, layout))
@@ -90,7 +90,8 @@ def test_c04_a_checkpoints_label_is_the_number_of_completed_updates(base, unbrok
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1, 8])
-def test_c07_what_was_only_prefetched_is_not_skipped(base, unbroken, prefetch):
+def test_what_was_only_prefetched_is_not_skipped(base, unbroken, prefetch):
+    """Case C07."""
     named = override(base, f"run.name=c07-{prefetch}", f"data.prefetch={prefetch}")
     assert_same_run(train(killed_after(unbroken, 7, named)), unbroken)
 
@@ -162,8 +163,8 @@ def on_devices(monkeypatch, config: Config, *mesh: str) -> Config:
         ("mesh.pipe=2", "mesh.fsdp=2", "mesh.tensor=2"),
     ],
 )
-def test_c01_a_run_goes_on_on_any_mesh(base, unbroken, monkeypatch, mesh):
-    """Written on data=2 · fsdp=2 · tensor=2."""
+def test_a_run_goes_on_on_any_mesh(base, unbroken, monkeypatch, mesh):
+    """Case C01. Written on data=2 · fsdp=2 · tensor=2."""
     name = "-".join(("c01", *mesh)).replace("mesh.", "").replace("layout.", "").replace("=", "")
     config = killed_after(unbroken, 7, override(base, f"run.name={name}"))
     config = on_devices(monkeypatch, config, *mesh)
@@ -181,7 +182,8 @@ def test_c01_a_run_goes_on_on_any_mesh(base, unbroken, monkeypatch, mesh):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
 
-def test_c05_init_from_takes_the_parameters_and_nothing_else(base, unbroken, capsys):
+def test_init_from_takes_the_parameters_and_nothing_else(base, unbroken, capsys):
+    """Case C05."""
     source = unbroken.folder / "checkpoints" / "7"
     config = override(
         base,
@@ -303,9 +305,10 @@ def during_save(monkeypatch, number):
         pytest.param(during_save, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_c03_a_signal_at_any_moment_leaves_one_committed_checkpoint(
+def test_a_signal_at_any_moment_leaves_one_committed_checkpoint(
     base, unbroken, monkeypatch, moment, number
 ):
+    """Case C03."""
     config = override(base, f"run.name=c03-{moment.__name__}", "data.prefetch=0")
     folder = Path(config.run.dir, config.run.name)
     with monkeypatch.context() as patched:

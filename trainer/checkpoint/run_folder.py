@@ -43,7 +43,7 @@ def run_folder(config: Config) -> Path:
     return user_path(config.run.dir) / config.run.name
 
 
-def begin(folder: Path, config: Config) -> tuple[bool, list[str]]:
+def resumes_from(folder: Path, config: Config) -> tuple[bool, list[str]]:
     """Whether the run goes on from a checkpoint in its folder, and then what differs from the
     config it was last started with. Changes nothing.
 

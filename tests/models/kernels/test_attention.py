@@ -120,8 +120,8 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("mask", ["causal", "bidirectional window"])
-def test_c16_hidden_tokens_give_exact_zeros(mask, dtype):
-    """A row of padding alone, and one that ends in padding wider than a block."""
+def test_hidden_tokens_give_exact_zeros(mask, dtype):
+    """Case C16. A row of padding alone, and one that ends in padding wider than a block."""
     positions, segments = documents((), (9, 4))
     inputs = (*random_qkv(dtype=dtype), random_qkv(seed=1, dtype=dtype)[0])
     for result in with_gradients(attention, MASKS[mask])(*inputs, positions, segments):
@@ -140,9 +140,9 @@ def test_bf16_stays_near_f32():
 
 
 @pytest.mark.parametrize("mask", ["causal", "bidirectional window"])
-def test_c14_a_document_knows_nothing_of_its_neighbours(mask):
-    """Other values in one packed document, ends inside blocks and a document over three of them:
-    the others' outputs and gradients change by exactly nothing."""
+def test_a_document_knows_nothing_of_its_neighbours(mask):
+    """Case C14. Other values in one packed document, ends inside blocks and a document over three
+    of them: the others' outputs and gradients change by exactly nothing."""
     positions, segments = documents((20, 3, 20), (7, 33, 3))
     run = with_gradients(attention, MASKS[mask])
     inputs = (*random_qkv(), random_qkv(seed=1)[0])

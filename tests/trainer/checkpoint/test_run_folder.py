@@ -11,12 +11,12 @@ import pytest
 from meshwright.trainer.checkpoint.manifest import config_of, find_checkpoints, run_of
 from meshwright.trainer.checkpoint.run_folder import (
     as_one_process,
-    begin,
     check_data,
     compare,
     hold,
     named,
     read_trained_on,
+    resumes_from,
     run_folder,
     write_run_files,
 )
@@ -78,7 +78,7 @@ def test_a_run_may_be_called_checkpoints_or_lie_in_such_a_folder(tmp_path, place
         assert run_of(path) == folder
         assert config_of(path) == config
     assert find_checkpoints(checkpoints[3]) == {3: checkpoints[3]}
-    assert begin(folder, override(config, "checkpoint.resume=auto")) == (True, [])
+    assert resumes_from(folder, override(config, "checkpoint.resume=auto")) == (True, [])
 
 
 def test_a_folder_that_looks_like_a_url_is_resumed_as_the_message_says(tmp_path, monkeypatch):
@@ -87,27 +87,27 @@ def test_a_folder_that_looks_like_a_url_is_resumed_as_the_message_says(tmp_path,
     folder = run_folder(config)
     (folder / "checkpoints" / "3").mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    assert begin(folder, override(config, "checkpoint.resume=auto")) == (True, [])
+    assert resumes_from(folder, override(config, "checkpoint.resume=auto")) == (True, [])
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_where_there_is_no_folder_a_run_is_new(tmp_path, resume):
-    assert begin(tmp_path / "run", resuming(tmp_path, resume)) == (False, [])
+    assert resumes_from(tmp_path / "run", resuming(tmp_path, resume)) == (False, [])
     assert not (tmp_path / "run").exists()
 
 
 def test_what_must_resume_does_not_start(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint\.resume=must: .*/run does not exist"):
-        begin(tmp_path / "run", resuming(tmp_path, "must"))
+        resumes_from(tmp_path / "run", resuming(tmp_path, "must"))
     folder = folder_with(tmp_path, config=config_in(tmp_path))
     with pytest.raises(ValueError, match="holds no finished checkpoint"):
-        begin(folder, resuming(tmp_path, "must"))
+        resumes_from(folder, resuming(tmp_path, "must"))
 
 
 def test_a_run_folder_is_not_used_twice_unasked(tmp_path):
     folder = folder_with(tmp_path, config=config_in(tmp_path), steps=(4,))
     with pytest.raises(ValueError) as caught:
-        begin(folder, config_in(tmp_path))
+        resumes_from(folder, config_in(tmp_path))
     assert str(caught.value) == (
         f"{folder} exists already; write run.name=… for a new run (run.name=auto takes the next "
         "free name), or checkpoint.resume=auto to go on with this one"
@@ -117,7 +117,7 @@ def test_a_run_folder_is_not_used_twice_unasked(tmp_path):
 @pytest.mark.parametrize("resume", ["auto", "must"])
 def test_a_run_with_a_checkpoint_goes_on(tmp_path, resume):
     folder = folder_with(tmp_path, config=config_in(tmp_path), steps=(4, 10))
-    assert begin(folder, resuming(tmp_path, resume)) == (True, [])
+    assert resumes_from(folder, resuming(tmp_path, resume)) == (True, [])
 
 
 @pytest.mark.parametrize("made", ["lock", "half a config", "config", "unfinished checkpoint"])
@@ -129,14 +129,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, made):
         (folder / ".config.yaml.tmp").write_text("run:\n  na")
     if made == "unfinished checkpoint":
         (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
-    assert begin(folder, resuming(tmp_path, "auto")) == (False, [])
+    assert resumes_from(folder, resuming(tmp_path, "auto")) == (False, [])
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     folder = folder_with(tmp_path, config=None)
     (folder / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match=r"run is not a run folder: it holds no config\.yaml"):
-        begin(folder, resuming(tmp_path, "auto"))
+        resumes_from(folder, resuming(tmp_path, "auto"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_the_folder_is_made_with_its_config_its_tokenizer_and_what_its_documents
     folder = run_folder(config)
     assert folder == tmp_path / "not" / "yet" / "run"
     with hold(folder, config):
-        assert begin(folder, config) == (False, [])
+        assert resumes_from(folder, config) == (False, [])
         write_run_files(folder, config, STORE)
     assert load(folder / "config.yaml") == config
     trained_on = read_trained_on(folder)
@@ -206,7 +206,7 @@ def test_killed_between_its_files_a_run_starts_again(tmp_path, monkeypatch):
     )
     with hold(tmp_path / "run", config), pytest.raises(ZeroDivisionError):
         write_run_files(tmp_path / "run", config, STORE)
-    assert begin(tmp_path / "run", config) == (False, [])
+    assert resumes_from(tmp_path / "run", config) == (False, [])
 
 
 def test_other_documents_are_refused(tmp_path):
@@ -261,7 +261,7 @@ def test_a_run_folder_that_cannot_be_made(tmp_path, monkeypatch):
     ):
         raise AssertionError
     with pytest.raises(ValueError, match=r"file is a file; write another run\.name=…$"):
-        begin(tmp_path / "file", config)
+        resumes_from(tmp_path / "file", config)
 
     def refuse(*arguments, **keywords):
         raise PermissionError(13, "Permission denied")

@@ -162,7 +162,8 @@ def test_a_preset_wins_over_a_file_of_its_name(write, monkeypatch):
         ),
     ],
 )
-def test_c36_mistakes_are_one_line(words, line):
+def test_mistakes_are_one_line(words, line):
+    """Case C36."""
     assert message("tiny", words).startswith(line)
 
 

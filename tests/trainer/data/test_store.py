@@ -127,14 +127,16 @@ def test_rows_must_fit_the_training_split(make_config):
         open_data(make_config(seq_len=tokens))
 
 
-def test_c18_vocabulary_smaller_than_the_tokenizer(make_config):
+def test_vocabulary_smaller_than_the_tokenizer(make_config):
+    """Case C18."""
     folder = str(build_store(make_config()))
     config = make_config(source="store", paths=[], store=folder, vocab_size=256)
     with refused(r"^model\.vocab_size=256 is smaller than the byte tokenizer's .*vocab_size=257$"):
         open_data(config)
 
 
-def test_c18_token_id_beyond_the_vocabulary(make_config, tmp_path):
+def test_token_id_beyond_the_vocabulary(make_config, tmp_path):
+    """Case C18."""
     config = make_config(store=str(tmp_path / "store"))
     folder = build_store(config)
     tokens = np.fromfile(folder / "train.tokens", "<u2")

@@ -12,12 +12,11 @@ import jax
 import pytest
 
 from meshwright.trainer.cli import main
-from meshwright.trainer.config.load import load, override, to_yaml
+from meshwright.trainer.config.load import override, to_yaml
 from meshwright.trainer.inspect import plan as plans
 from meshwright.trainer.inspect.hlo import Collective, Program
 from meshwright.trainer.inspect.memory import memory_table
 from meshwright.trainer.inspect.plan import describe_plan, in_columns, make_plan
-from meshwright.trainer.inspect.topology import on_simulated_devices
 from runs import SMALL, first_devices, make_config
 
 BLOCKS, TABLES, NORMS = 2 * (16 * 32 + 16 * 16 + 3 * 16 * 24), 2 * 384 * 16, 5 * 16
@@ -308,20 +307,6 @@ def test_a_loop_of_unknown_length_is_said(small_config, monkeypatch):
         lines = list(describe_plan(plan))
         assert any(line.startswith("fsdp: all-gather") and times in line for line in lines)
         assert any(line.startswith("≥: in loops whose length") for line in lines) == said
-
-
-def test_an_unknown_target_is_one_line(capsys):
-    assert main(["plan", "tiny", "--target", "nowhere"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("meshwright: --target nowhere")
-
-
-def test_the_target_cpu_simulates_the_mesh_that_is_meant():
-    pod = load("llama3-8b", "mesh.fsdp=4")
-    assert on_simulated_devices(pod).device.cpu_devices == 16
-    assert on_simulated_devices(load("llama3-8b", "device.count=64")).device.cpu_devices == 64
-    with pytest.raises(ValueError, match=r"^mesh.fsdp=-1: plan needs the number of devices"):
-        on_simulated_devices(load("llama3-8b"))
 
 
 def test_what_experts_send_is_what_the_formula_says():

@@ -19,8 +19,8 @@ def rows(config: Config, devices: int = 8) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_c20_bytes_are_those_of_the_shards_on_every_device(small_config, zero):
-    """Placed, not computed: what is counted is what JAX puts on each device."""
+def test_bytes_are_those_of_the_shards_on_every_device(small_config, zero):
+    """Case C20. Placed, not computed: what is counted is what JAX puts on each device."""
     config = override(small_config, f"layout.zero={zero}")
     layout, state = lay_out(config), abstract_state(config)
     shardings = state_shardings(state, layout)
@@ -46,7 +46,8 @@ def test_parameters_are_counted_without_padding(small_config, tied):
     assert rows(config)["parameters"] == f"{parameters:,}, and {padding:,} that pad the vocabulary"
 
 
-def test_c13_the_decayed_and_the_replicated_set(small_config):
+def test_the_decayed_and_the_replicated_set(small_config):
+    """Case C13."""
     norms = "optimizer.groups.norm.weight_decay=0.5"
     found = rows(override(small_config, "optimizer.weight_decay=0", norms))
     assert found["decayed"] == "layers.attention.norm, layers.swiglu.norm, norm"
@@ -55,8 +56,10 @@ def test_c13_the_decayed_and_the_replicated_set(small_config):
     assert found["decayed"] == "nothing"
 
 
-def test_c11_dtypes_of_all_leaves_of_the_state(small_config):
-    """12 parameters and as many of each moment; step, skipped and the count of Adam; position."""
+def test_dtypes_of_all_leaves_of_the_state(small_config):
+    """Case C11. 12 parameters and as many of each moment; step, skipped and the count of Adam;
+    position.
+    """
     assert rows(small_config)["dtypes"] == "float32: 36 leaves, int32: 3 leaves, uint32: 1 leaf"
     found = rows(override(small_config, "optimizer.moments=bf16", "optimizer.ema=0.9"))
     kinds = "float32: 24 leaves, bfloat16: 24 leaves, int32: 3 leaves, uint32: 1 leaf"

@@ -80,8 +80,10 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_c06_the_rows_and_losses_are_those_of_one_process(base, unbroken):
-    """2 processes × 4 devices for 7 steps, 1 × 8 to 10, 4 × 2 (tensor over two processes) to 12."""
+def test_the_rows_and_losses_are_those_of_one_process(base, unbroken):
+    """Case C06. 2 processes × 4 devices for 7 steps, 1 × 8 to 10, 4 × 2 (tensor over two
+    processes) to 12.
+    """
     folder = Path(base.run.dir, "moved")
     with started(override(base, "train.steps=7"), 2, 4) as processes:
         (code, out, errors), (other_code, other_out, other_errors) = ends(processes)

@@ -1,0 +1,30 @@
+"""Environments of a process as schedulers leave them."""
+
+from __future__ import annotations
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "2",
+}
+STEP = SLURM | {
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+ORTE = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+INDEXED = POD | {"JOB_COMPLETION_INDEX": "0"}
+TPU = {"TPU_ML_PLATFORM": "JAX", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
+SLICES = TPU | {"MEGASCALE_NUM_SLICES": "3"}
+SLICE = {"MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "a"}
+CHIPS = {"TPU_ML_PLATFORM": "JAX"}

@@ -163,7 +163,7 @@ def describe(config: Config) -> str:
         if not all(choice in comment for choice in choices):
             comment += ": " + " | ".join(choices)
         rows.append((text, comment))
-    column = min(2 + max(len(text) for text, _ in rows), 40)
+    column = min(2 + max(len(text) for text, _ in rows), 48)
     lines = []
     for text, comment in rows:
         remarks = textwrap.wrap(comment, LINE - column - len("# "))

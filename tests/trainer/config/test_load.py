@@ -213,7 +213,10 @@ def test_long_values_are_cut_short():
 
 @pytest.mark.parametrize("name", ["tny", "tniy"])
 def test_unknown_preset(name):
-    choices = "llama3-8b, long_context, mixtral-8x7b, moe, qwen3-30b-a3b, small, tiny"
+    choices = (
+        "latent, llama3-8b, local_global, long_context, mixtral-8x7b, moe, qwen3-30b-a3b, small, "
+        "tiny"
+    )
     expected = f"{name}: no such preset or file; choose {choices}; did you mean tiny?"
     assert message(name) == expected
 

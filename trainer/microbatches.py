@@ -12,8 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..models import pattern
 from ..models.batch import Batch
-from ..models.transformer import Transformer, join, split
+from ..models.transformer import (
+    Layers,
+    Transformer,
+    group_layers,
+    join,
+    split,
+    ungroup_layers,
+)
 from ..sharding.gradients import scatter_gradients
 from ..sharding.layout import Layout, specs
 from ..sharding.pipeline.executor import Stages, run_schedule
@@ -44,7 +52,10 @@ def add_up_gradients(
     schedule = config.pipeline()
     if schedule is None:
         return _one_by_one(params, pieces, stages, scatter, mark)
-    return _by_schedule(schedule, params, pieces, stages, layout, scatter, mark)
+    ends, layers = split(params)
+    slots = pattern.slots(pattern.layers(config.model), schedule.stages * schedule.chunks)
+    layers = group_layers(layers, slots, config.remat)
+    return _by_schedule(schedule, ends, layers, pieces, stages, layout, scatter, mark)
 
 
 def _one_by_one(
@@ -74,14 +85,14 @@ def _one_by_one(
 
 def _by_schedule(
     schedule: Schedule,
-    params: Transformer,
+    ends: Transformer,
+    layers: Layers,
     pieces: Piece,
     stages: Stages,
     layout: Layout,
     scatter: Callable[[Any], Any],
     mark: Mark | None,
 ) -> Any:
-    ends, layers = split(params)
     totals = run_schedule(schedule, stages, ends, layers, pieces, layout, scatter, mark)
     marks = None
     if mark:
@@ -90,7 +101,7 @@ def _by_schedule(
             for tree, marks in zip((ends, layers), totals.marks, strict=True)
         )
         marks = jnp.stack(jax.tree.leaves(join(*by_leaf)), axis=1)
-    return join(totals.ends, totals.stack), _sums(totals), marks
+    return join(totals.ends, ungroup_layers(totals.stack)), _sums(totals), marks
 
 
 def add_up_sums(

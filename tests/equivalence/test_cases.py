@@ -180,7 +180,8 @@ def test_replicas_of_kv_weights_stay_the_same_bits():
         copies = {}
         for shard in leaf.addressable_shards:
             copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
-        assert {len(group) for group in copies.values()} == {8 if name in ("k", "v") else 2}
+        replicated = name in ("k", "v", "norm")
+        assert {len(group) for group in copies.values()} == {8 if replicated else 2}
         for first, *others in copies.values():
             for other in others:
                 np.testing.assert_array_equal(other, first, err_msg=name)

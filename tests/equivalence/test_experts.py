@@ -184,15 +184,6 @@ def test_every_two_values_meet_in_the_cover():
     assert pairs - met == {frozenset({("devices of experts", 1), ("folded", True)})}
 
 
-def test_stages_hold_layers_that_are_alike():
-    with pytest.raises(ValueError) as error:
-        make_config(*MOE, "model.dense_layers=1", "mesh.pipe=2")
-    assert str(error.value) == (
-        "model.dense_layers=1: the stages of mesh.pipe=2 hold layers that are alike; "
-        "write model.dense_layers=0"
-    )
-
-
 def test_a_dense_model_shares_no_experts_out():
     with pytest.raises(ValueError) as error:
         make_config(*SMALL, "layout.experts=[context]")

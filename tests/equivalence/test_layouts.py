@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.sharding import linear
+from meshwright.sharding.gradients import scatter_gradients
 from meshwright.trainer import step
 from meshwright.trainer.inspect import verify
 from runs import (
@@ -188,7 +189,7 @@ def test_bf16_computes_near_f32_and_keeps_f32_gradients():
 
 def skip_reduction(monkeypatch):
     """Gradients are scattered, but not added up over the other axes."""
-    monkeypatch.setattr(step, "reduce_gradients", step.scatter_gradients)
+    monkeypatch.setattr(step, "reduce_gradients", scatter_gradients)
 
 
 def skip_exit(monkeypatch):

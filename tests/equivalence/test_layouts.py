@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.sharding import linear
 from meshwright.sharding.gradients import scatter_gradients
-from meshwright.trainer import step
+from meshwright.trainer import microbatches, step
 from meshwright.trainer.inspect import verify
 from runs import (
     SMALL,
@@ -213,8 +213,8 @@ def count_tensor_ranks(monkeypatch):
         value, sums = step_share(*arguments)
         return value, {name: 2 * total for name, total in sums.items()}
 
-    step_share = step.forward_share
-    monkeypatch.setattr(step, "forward_share", share)
+    step_share = microbatches.forward_share
+    monkeypatch.setattr(microbatches, "forward_share", share)
 
 
 def test_verify_finds_planted_bugs(monkeypatch):

@@ -44,12 +44,6 @@ def empty_cache(rows: int, slots: int, layout: Layout, config: ModelConfig, dtyp
     return {kind: cache for kind, cache in caches.items() if cache is not None}
 
 
-def cache_bytes(config: ModelConfig, layout: Layout, dtype: Any) -> int:
-    """Of one token, on one device."""
-    cache = jax.eval_shape(lambda: empty_cache(1, 1, layout, config, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-
-
 def extend(
     params: Transformer,
     cache: Cache,

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..sharding import context
 from ..sharding.layout import Layout, is_param
 from ..sharding.linear import lookup
+from ..sharding.traffic import taken
 from . import init, pattern
 from .batch import Batch
 from .config import ModelConfig, RematConfig
@@ -104,15 +105,19 @@ class Chunk(NamedTuple):
     """[slots]: which of its slot's options"""
     depths: int
     """chunks of the model"""
+    first: Sequence[int]
+    """depths of those that the first stage holds, as which `plan` counts"""
 
 
-def chunk_at(depth: jax.Array | int, depths: int, config: ModelConfig) -> Chunk:
-    """The chunk at that depth of `depths`."""
+def chunk_at(
+    depth: jax.Array | int, depths: int, config: ModelConfig, first_depths: Sequence[int] = (0,)
+) -> Chunk:
+    """The chunk at that depth of `depths`. first_depths: of the first stage."""
     count, slots = config.layers, pattern.slots(pattern.layers(config), depths)
     first, end = count * depth // depths, count * (depth + 1) // depths
     numbers = first + jnp.arange(len(slots))
     choice = jnp.asarray([slot.choice for slot in slots])[:, depth]
-    return Chunk(slots, jnp.where(numbers < end, numbers, count), choice, depths)
+    return Chunk(slots, jnp.where(numbers < end, numbers, count), choice, depths, first_depths)
 
 
 def layer_inputs(
@@ -177,7 +182,14 @@ def blocks(
         places = chunk.numbers[here].reshape(repeats, period) if told else None
         choice = chunk.choice[here].reshape(repeats, period) if chosen else None
         layers = [
-            partial(_run_slot, slots=slots, place=place, inputs=inputs, depths=chunk.depths)
+            partial(
+                _run_slot,
+                slots=slots,
+                place=place,
+                scopes=_scopes(chunk.slots[here][place::period], chunk.first),
+                inputs=inputs,
+                depths=chunk.depths,
+            )
             for place in range(period)
         ]
         if grouped := is_grouped(p):
@@ -205,12 +217,11 @@ def is_grouped(p: Layers) -> bool:
     return len(param.get_value().shape) - len(param.axes) == 2
 
 
-def group_layers(p: Layers, chunk: tuple[Slot, ...], remat: RematConfig) -> Layers:
+def group_layers(p: Layers, chunk: Sequence[Slot], remat: RematConfig) -> Layers:
     """The stacks [n, ...] as [n/k, k, ...], k = remat.every, where all layers of a chunk are alike:
     a pipeline's, since what is reshaped inside a stage is stashed with each micro-batch.
     """
-    alike = len(pattern.segments([slot.options for slot in chunk])) == 1
-    alike &= all(len(slot.options) == 1 for slot in chunk) and len({*chunk}) == 1
+    alike = len({*chunk}) == 1 and len(chunk[0].options) == 1
     return group_repeats(p, remat) if remat.every > 1 and alike else p
 
 
@@ -261,11 +272,12 @@ def _run_slot(
     *,
     slots: Sequence[Slot],
     place: int,
+    scopes: Sequence[str],
     inputs: LayerInputs,
     depths: int,
 ) -> tuple[jax.Array, dict[str, Tally]]:
     """The layer at a place of a period. repeat: (parameters by kind, numbers, choices), these two
-    None where nothing follows from them.
+    None where nothing follows from them. scopes: of the branches of its slot.
     """
     slot, count = slots[place], inputs.config.layers
 
@@ -283,11 +295,18 @@ def _run_slot(
 
     if len(slot.options) == 1:
         return run(slot.options[0], x, repeat)
-    return _run_chosen([partial(run, layer) for layer in slot.options], place, x, repeat)
+    branches = [partial(run, layer) for layer in slot.options]
+    return _run_chosen(branches, scopes, place, x, repeat)
+
+
+def _scopes(slots: Sequence[Slot], first_depths: Sequence[int]) -> list[str]:
+    """Names that say how often the first stage takes each branch of slots that have the same."""
+    chosen = [slot.choice[depth] for slot in slots for depth in first_depths]
+    return [taken(chosen.count(number), len(chosen)) for number in range(len(slots[0].options))]
 
 
 def _run_chosen(
-    runs: Sequence[Callable[..., Any]], place: int, x: jax.Array, repeat: Any
+    runs: Sequence[Callable[..., Any]], scopes: Sequence[str], place: int, x: jax.Array, repeat: Any
 ) -> tuple[jax.Array, dict[str, Tally]]:
     """One of several layers, whichever this chunk has at the place: a branch that all devices of
     its stage take. It is recomputed whatever the policy, since what every branch would save, its
@@ -296,12 +315,13 @@ def _run_chosen(
     shapes = [jax.eval_shape(run, x, repeat)[1] for run in runs]
     whole = {kind: tally for tallies in shapes for kind, tally in tallies.items()}
 
-    def complete(run: Callable[..., Any], x: jax.Array, repeat: Any) -> Any:
-        after, tallies = run(x, repeat)
+    def complete(run: Callable[..., Any], scope: str, x: jax.Array, repeat: Any) -> Any:
+        with jax.named_scope(scope):
+            after, tallies = run(x, repeat)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), whole)
         return after, zeros | tallies
 
-    branches = [partial(complete, run) for run in runs]
+    branches = [partial(complete, run, scope) for run, scope in zip(runs, scopes, strict=True)]
     return recompute_all(lambda x, repeat: lax.switch(repeat[2][place], branches, x, repeat))(
         x, repeat
     )

@@ -102,12 +102,16 @@ class Layout:
 
 
 def make_layout(
-    config: LayoutConfig, mesh: Mesh, dims: Sequence[Dim], reduce: Any = jnp.float32
+    config: LayoutConfig,
+    mesh: Mesh,
+    dims: Sequence[Dim],
+    reduce: Any = jnp.float32,
+    branches: str | None = None,
 ) -> Layout:
-    """Settle the rule table for `dims` on `mesh`. reduce: dtype in which gradients travel. Raises
-    ValueError where they do not fit.
+    """Settle the rule table for `dims` on `mesh`. reduce: dtype in which gradients travel.
+    branches: see `resolve`. Raises ValueError where they do not fit.
     """
-    resolved = resolve(config, dict(mesh.shape), dims)
+    resolved = resolve(config, dict(mesh.shape), dims, branches)
     return Layout(
         mesh,
         resolved,

@@ -106,10 +106,11 @@ def _named(x: jax.Array, name: str | None) -> jax.Array:
 def entrance_sent(width: int, runs: LayerRuns, layout: Layout) -> Iterator[Traffic]:
     """What an entrance of `width` channels sends in a step, n its bytes on a tensor group: it
     gathers n forward and once more for the weights' gradients, and reduce-scatters n backward
-    (2205.05198). A recomputation's gather is that of the backward pass.
+    (2205.05198). A recomputation's gather is that of the backward pass, but for branches.
     """
     if layout.sequence_parallel:
-        yield from _moved(2 * runs.passes, runs.passes, width, runs, layout)
+        gathers = 2 * runs.passes + (runs.again if runs.branch else 0)
+        yield from _moved(gathers, runs.passes, width, runs, layout)
 
 
 def exit_sent(width: int, runs: LayerRuns, layout: Layout, again: float = 0) -> Iterator[Traffic]:

@@ -104,8 +104,14 @@ def without_devices(count: int) -> str:
     )
 
 
-def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim]) -> Resolved:
+def resolve(
+    layout: LayoutConfig,
+    sizes: Mapping[str, int],
+    dims: Sequence[Dim],
+    branches: str | None = None,
+) -> Resolved:
     """Check the table against `dims` and the mesh's `sizes`, and settle what the mesh cannot cut.
+    branches: what makes stages run in branches, beside the schedule, as a message begins.
 
     Raises ValueError with the config keys and both numbers when a dim does not divide. Two things
     give way instead: a dim that ZeRO would cut is replicated when it does not divide, and kv heads
@@ -119,11 +125,12 @@ def resolve(layout: LayoutConfig, sizes: Mapping[str, int], dims: Sequence[Dim])
         rest = tuple(axis for axis in rules[name] if axis not in layout.experts)
         rules[f"expert_{name}"] = rest
     ulysses, chunks = _context(layout, sizes)
-    if sizes["pipe"] > 1 and not layout.lockstep:
-        written = f"layout.schedule={layout.schedule} runs"
+    if not layout.lockstep:
+        branches = f"layout.schedule={layout.schedule} runs"
         if layout.schedule_file is not None:
-            written = "layout.schedule_file: a table of one's own runs"
-        refuse_permutes(layout, sizes, written)
+            branches = "layout.schedule_file: a table of one's own runs"
+    if sizes["pipe"] > 1 and branches is not None:
+        _refuse_permutes(layout, sizes, ulysses, branches)
     notes, kv_copies = [], 0
     for dim in dims:
         shards = math.prod(sizes[axis] for axis in rules[dim.axis])
@@ -177,7 +184,9 @@ def _context(layout: LayoutConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
     return neighbours, 2 * groups if groups > 1 else 1
 
 
-def refuse_permutes(layout: LayoutConfig, sizes: Mapping[str, int], written: str) -> None:
+def _refuse_permutes(
+    layout: LayoutConfig, sizes: Mapping[str, int], ulysses: int, written: str
+) -> None:
     """Raises ValueError where stages that are branches would send by permutes: CPU's wait for all
     devices, those in other branches too. written: what runs stages so.
     """
@@ -186,7 +195,6 @@ def refuse_permutes(layout: LayoutConfig, sizes: Mapping[str, int], written: str
         key = "schedule_file=null" if layout.schedule_file else "schedule=1f1b or interleaved"
         other = f", or layout.{key}"
     branches = f"{written} stages in branches, where no permute may run, since all devices take"
-    ulysses, _ = _context(layout, sizes)
     if layout.context != "all_gather" and sizes["context"] > ulysses:
         raise ValueError(
             f"{branches} part in it: layout.context={layout.context} on "

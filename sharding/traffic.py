@@ -46,6 +46,10 @@ class LayerRuns:
     """bytes of an activation's element"""
     apart: bool
     """whether the gradients of weights are computed later than those of inputs"""
+    branch: bool = False
+    """whether it is one of several layers in a branch: there a recomputation is a branch of its
+    own, whose gathers no compiler takes for those of the backward pass
+    """
 
     def tokens(self, layout: Layout) -> int:
         """Tokens of one micro-batch that a tensor group holds."""

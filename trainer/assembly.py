@@ -56,8 +56,7 @@ def make_stages(
     """The three functions, all local. A chunk's depth counts the chunks of the config's pipeline;
     of one stage there is one, all layers. buffers: State's; token_share: see `LayerInputs`.
     """
-    schedule, model = config.pipeline(), config.model
-    depths = 1 if schedule is None else schedule.stages * schedule.chunks
+    model, depths, first = config.model, len(config.chunk_depths()), config.first_depths()
     dtype = DTYPES[config.precision.compute]
 
     def dropout(piece: Piece) -> Dropout | None:
@@ -68,7 +67,7 @@ def make_stages(
 
     def run_layers(layers: Layers, x: jax.Array, piece: Piece, depth: Any) -> Any:
         given = layer_inputs(piece.batch, layout, model, dropout(piece), token_share, buffers)
-        chunk = chunk_at(depth, depths, model)
+        chunk = chunk_at(depth, depths, model, first)
         x, share, sums = blocks(layers, x, chunk, given, config.remat)
         return (x, share), sums
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..models import pattern
 from ..models.batch import Batch
 from ..models.transformer import (
     Layers,
@@ -53,8 +52,7 @@ def add_up_gradients(
     if schedule is None:
         return _one_by_one(params, pieces, stages, scatter, mark)
     ends, layers = split(params)
-    slots = pattern.slots(pattern.layers(config.model), schedule.stages * schedule.chunks)
-    layers = group_layers(layers, slots, config.remat)
+    layers = group_layers(layers, config.chunk_slots(), config.remat)
     return _by_schedule(schedule, ends, layers, pieces, stages, layout, scatter, mark)
 
 

@@ -48,7 +48,7 @@ class State:
 def lay_out(config: Config, devices: Sequence[Any] | None = None) -> Layout:
     """The config's layout on `devices` (default: all). Raises ValueError where sizes do not fit."""
     mesh, reduce = make_mesh(config.mesh, devices), DTYPES[config.precision.reduce]
-    return make_layout(config.layout, mesh, config.dims(), reduce)
+    return make_layout(config.layout, mesh, config.dims(), reduce, config.why_branches())
 
 
 def init_state(config: Config, layout: Layout) -> State:

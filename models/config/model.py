@@ -260,9 +260,20 @@ class ModelConfig:
                 f"model.segments has {count} layers, but model.layers={self.layers}; write "
                 f"model.layers={count} or other segments"
             )
+        mixers, _ = self.kinds
+        if self.mixer not in mixers:
+            raise ValueError(
+                f"model.mixer={self.mixer} is that of no layer of model.segments; write "
+                f"model.mixer={min(mixers)}"
+            )
         for segment in self.segments:
             for layer in segment.layers:
                 mixer = layer.mixer or self.mixer
+                if layer.rope_theta is not None and not layer.rope:
+                    raise ValueError(
+                        f"model.segments: rope_theta: {layer.rope_theta} is not read with "
+                        f"rope: false; leave one of them out"
+                    )
                 if layer.window is not None and mixer != "attention":
                     raise ValueError(
                         f"model.segments: window: {layer.window} is not read by mixer: {mixer}; "

@@ -12,6 +12,7 @@ from ...sharding.keys import STRICT, ReadWhen, check_read
 Saved = Literal[
     "block.input",
     "attention.norm",
+    "attention.latent",
     "attention.qkv",
     "attention.context",
     "attention.logsumexp",

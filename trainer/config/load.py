@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import reduce
 from itertools import pairwise
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -152,12 +153,11 @@ def to_yaml(config: Config) -> str:
 
 def describe(config: Config) -> str:
     """The tree of `to_yaml` with each field's description, and its choices, as aligned comments."""
-    rows = []
+    rows, tree = [], dataclasses.asdict(config)
     for path, field in _fields(Config):
-        value = reduce(getattr, path, config)
         text = "  " * (len(path) - 1) + path[-1] + ":"
-        if not dataclasses.is_dataclass(value):
-            text += " " + _flow(value)
+        if not dataclasses.is_dataclass(field.annotation):
+            text += " " + _flow(reduce(getitem, path, tree))
         comment = field.description or ""
         choices = [str(choice) for choice in _choices(field.annotation)]
         if not all(choice in comment for choice in choices):

@@ -12,7 +12,7 @@ from ...models.config import ModelConfig, RematConfig
 from ...sharding.config import LayoutConfig, MeshConfig
 from ...sharding.keys import STRICT
 from ...sharding.pipeline.schedules import Schedule, held_depths
-from ...sharding.rules import Dim, mesh_sizes, refuse_permutes, resolve
+from ...sharding.rules import Dim, mesh_sizes, resolve
 from .checkpoint import CheckpointConfig
 from .data import SMALLEST_VOCABULARY, DataConfig
 from .device import DeviceConfig, LogConfig
@@ -54,7 +54,7 @@ class Config:
             except ValueError as error:
                 source = " · ".join(f"{key}={count}" for key, count in stated.items())
                 raise ValueError(f"{source}: {error}") from None
-            resolve(self.layout, sizes, self.dims())
+            resolve(self.layout, sizes, self.dims(), self.why_branches())
         if train.dropout and train.seq_len * self.model.d_model > 2**32:
             raise ValueError(
                 f"train.dropout={train.dropout}: a row has train.seq_len={train.seq_len} times "
@@ -85,6 +85,12 @@ class Config:
                 f"optimizer.groups.bias: a model with model.bias={self.model.bias} and "
                 f"model.attention_sink=false has no biases; leave it out"
             )
+        latent = "attention.latent" in (self.remat.names or ())
+        if latent and "mla" not in self.model.kinds[0]:
+            raise ValueError(
+                f"remat.names: attention.latent is of no layer with model.mixer="
+                f"{self.model.mixer}; leave it out"
+            )
         if (group := moe.routing_group) and train.seq_len % group:
             raise ValueError(
                 f"train.seq_len={train.seq_len} is not a multiple of "
@@ -107,19 +113,12 @@ class Config:
             written += f" on mesh.pipe={self.mesh.pipe}, {pieces} pieces in all,"
         if self.model.layers < pieces:
             raise ValueError(f"{written} leaves some without any; write at least {pieces}")
-        slots = pattern.slots(pattern.layers(self.model), pieces)
-        for segment in pattern.segments([slot.options for slot in slots]):
+        for segment in pattern.segments([slot.options for slot in self.chunk_slots()]):
             if segment.repeats % self.remat.every:
                 alike = f"has {segment.repeats} repeat(s) of {segment.period} layer(s) in a row"
                 raise ValueError(
                     f"{written} {alike}, not a multiple of remat.every={self.remat.every}"
                 )
-        if any(len(slot.options) > 1 for slot in slots):
-            refuse_permutes(
-                self.layout,
-                self.mesh.sizes(),
-                f"{written} has stages whose layers differ: they run",
-            )
         cooldown = optimizer.cooldown_updates(train.steps)
         if optimizer.schedule == "wsd" and warmup + cooldown > train.steps:
             written = f"optimizer.warmup={warmup}"
@@ -144,15 +143,36 @@ class Config:
         """The checked table by which micro-batches pass the stages; None of one stage."""
         return self.layout.pipeline(self.mesh.pipe, self.train.microbatches)
 
+    def first_depths(self) -> list[int]:
+        """Depths of the chunks of layers that the first stage holds."""
+        schedule = self.pipeline()
+        return self.chunk_depths()[: 1 if schedule is None else schedule.chunks]
+
+    def chunk_depths(self) -> list[int]:
+        """Depths in the model of all chunks of layers, in the order in which stages hold them."""
+        schedule = self.pipeline()
+        if schedule is None:
+            return [0]
+        return held_depths(schedule.stages, schedule.chunks, schedule.placement)
+
+    def chunk_slots(self) -> tuple[pattern.Slot, ...]:
+        """The places for layers of a chunk."""
+        return pattern.slots(pattern.layers(self.model), len(self.chunk_depths()))
+
     def held_layers(self) -> dict[str, list[int]]:
         """By kind the numbers of the layers in the order in which the state holds them;
         model.layers stands for padding.
         """
-        schedule = self.pipeline()
-        if schedule is None:
-            return pattern.held(self.model)
-        depths = held_depths(schedule.stages, schedule.chunks, schedule.placement)
-        return pattern.held_by_stages(self.model, depths)
+        return pattern.held_by_stages(self.model, self.chunk_depths())
+
+    def why_branches(self) -> str | None:
+        """What makes stages of a pipeline run in branches, beside its schedule; None: nothing."""
+        if all(len(slot.options) == 1 for slot in self.chunk_slots()):
+            return None
+        return (
+            f"model.layers={self.model.layers} on mesh.pipe={self.mesh.pipe}, "
+            f"{len(self.chunk_depths())} pieces in all, has stages whose layers differ: they run"
+        )
 
     def dims(self) -> list[Dim]:
         """All sizes the mesh must divide: the model's, and those of the batches it is fed."""

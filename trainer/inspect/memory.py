@@ -26,7 +26,6 @@ from ..config import Config
 from ..state import abstract_state, lay_out
 from ..step import step_shapes
 from .plan import DoesNotFitError, compile_step, in_columns, say_compiling
-from .traffic import chunk_slots
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
@@ -54,7 +53,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
     say_compiling(
         f"the step {len(POLICIES)} times, once for each policy,", list(layout.mesh.devices.flat)
     )
-    layers = len(chunk_slots(config))
+    layers = len(config.chunk_slots())
     configs = [
         config if config.remat.policy == name else replace(config, remat=RematConfig(policy=name))
         for name in POLICIES
@@ -124,7 +123,7 @@ def block_costs(config: Config, layout: Layout) -> Cost:
         step_shapes(config, layout)[1],
     )
     jaxpr = traced[0].jaxpr
-    scans = segments([slot.options for slot in chunk_slots(config)])
+    scans = segments([slot.options for slot in config.chunk_slots()])
     saved, on_host = saved_bytes(jaxpr, count=len(scans))
     return Cost(saved, on_host, matrix_flops(jaxpr))
 

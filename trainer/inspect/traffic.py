@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ...models.layers.kinds import adds_loss, layer_sent, measured
-from ...models.pattern import Layer, Slot, layers, slots
+from ...models.pattern import Layer
 from ...models.vocab import tokens_at_once
 from ...sharding.gradients import UNREDUCED_AXES
 from ...sharding.layout import Layout, entry_axes, is_param, spec_axes
@@ -44,13 +44,6 @@ def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
     return [traffic for traffic in found if traffic.sent]
 
 
-def chunk_slots(config: Config) -> tuple[Slot, ...]:
-    """The places for layers of one chunk; a device holds as many chunks as the schedule says."""
-    schedule = config.pipeline()
-    pieces = 1 if schedule is None else schedule.stages * schedule.chunks
-    return slots(layers(config.model), pieces)
-
-
 def layer_runs(config: Config, layout: Layout) -> Iterator[tuple[Layer, LayerRuns]]:
     """Each layer of a device, and how often it runs in a step. Where stages differ, the first one's
     layers; those are recomputed under any policy.
@@ -67,12 +60,24 @@ def layer_runs(config: Config, layout: Layout) -> Iterator[tuple[Layer, LayerRun
         itemsize=jnp.dtype(DTYPES[config.precision.compute]).itemsize,
         apart=schedule is not None and splits_backward(schedule),
     )
-    for _ in range(1 if schedule is None else schedule.chunks):
-        for slot in chunk_slots(config):
-            if len(slot.options) == 1:
-                yield slot.options[0], runs
-            else:
-                yield slot.options[slot.choice[0]], replace(runs, again=times)
+    for depth in config.first_depths():
+        for slot in config.chunk_slots():
+            own = replace(runs, again=times, branch=True) if len(slot.options) > 1 else runs
+            yield slot.options[slot.choice[depth]], own
+
+
+def shares_run(config: Config, kind: str) -> tuple[float, float]:
+    """Of the places that the first stage has for parameters of this kind, the share whose layers
+    run there, since at the others its layers have another kind; and that of those in branches.
+    """
+    run = branches = places = 0
+    for depth in config.first_depths():
+        for slot in config.chunk_slots():
+            chosen = kind in slot.options[slot.choice[depth]].kinds
+            run += chosen
+            branches += chosen and len(slot.options) > 1
+            places += slot.has(kind)
+    return run / places, branches / places
 
 
 def passes(config: Config) -> float:
@@ -107,10 +112,11 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     """Of each parameter, P its bytes on a device before ZeRO cuts it, G micro-batches (ZeRO:
     arXiv 1910.02054, hybrid sharding: 2304.11277, data parallel: 2006.15704).
 
-    Stage 3 gathers P twice for each product in a block, forward and backward, and once for each use
-    of a vocabulary table; it reduce-scatters P once each; all of it G times. Stage 2
-    reduce-scatters P G times, stage 1 once, and both gather P in f32 after the update. Once a step,
-    what a device then holds is all-reduced over every axis that does not cut it.
+    Stage 3 gathers P twice for each product in a block, forward and backward, once more in a branch
+    (`LayerRuns.branch`), and once for each use of a vocabulary table; it reduce-scatters P once
+    each; all of it G times. Stage 2 reduce-scatters P G times, stage 1 once, and both gather P in
+    f32 after the update. Once a step, what a device then holds is all-reduced over every axis that
+    does not cut it.
     """
     activations = jnp.dtype(DTYPES[config.precision.compute]).itemsize
     reduce, master = jnp.dtype(layout.reduce).itemsize, 4
@@ -131,9 +137,13 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
         scattered = [axis for axis in cut if axis in accumulator and axis not in at_rest]
         late = [axis for axis in cut if axis not in accumulator]
         missing = [axis for axis in layout.mesh.axis_names if axis not in (*state, *UNREDUCED_AXES)]
-        n = whole * (passes(config) if in_block else config.train.microbatches)
-        gathers = 2 if in_block else uses
-        yield ring("ZeRO-3 weights", ALL_GATHER, gathered, n * gathers * compute, layout)
+        times, gathers = config.train.microbatches, uses * config.train.microbatches
+        if in_block:
+            run, branches = shares_run(config, path[1].name)
+            times = passes(config) * run
+            gathers = passes(config) * (2 * run + branches)
+        n = whole * times
+        yield ring("ZeRO-3 weights", ALL_GATHER, gathered, whole * gathers * compute, layout)
         yield ring("ZeRO-3 gradients", REDUCE_SCATTER, gathered, n * uses * reduce, layout)
         yield ring("ZeRO-2 gradients", REDUCE_SCATTER, scattered, n * reduce, layout)
         yield ring("ZeRO-1 gradients", REDUCE_SCATTER, late, whole * reduce, layout)

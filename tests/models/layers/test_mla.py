@@ -1,8 +1,9 @@
 """Latent attention: what decoding caches, and what it costs."""
 
+import jax
 import jax.numpy as jnp
 
-from meshwright.models.decode import cache_bytes
+from meshwright.models.decode import empty_cache
 from meshwright.models.layers.kinds import layer_flops
 from meshwright.models.pattern import layers
 from meshwright.trainer.config.load import load
@@ -12,7 +13,8 @@ from runs import layout_on
 def test_the_cache_holds_the_latent_and_the_shared_key_and_no_heads():
     latent = load("latent").model
     each = latent.mla.kv_rank + latent.mla.rope_dim
-    assert cache_bytes(latent, layout_on(), jnp.float32) == 4 * latent.layers * each
+    cache = jax.eval_shape(lambda: empty_cache(1, 1, layout_on(), latent, jnp.float32))
+    assert sum(4 * leaf.size for leaf in jax.tree.leaves(cache)) == 4 * latent.layers * each
     # the same heads cached one by one
     wide = latent.mla.nope_dim + latent.mla.rope_dim + latent.mla.value_dim
     assert latent.heads * wide > 3 * each

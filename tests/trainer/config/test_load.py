@@ -20,6 +20,7 @@ from meshwright.trainer.config.load import (
     ConfigError,
     _fields,
     describe,
+    from_yaml,
     load,
     override,
     presets,
@@ -636,6 +637,13 @@ def test_presets_have_the_size_they_say():
     assert parameters(load("qwen3-30b-a3b").model) == 30_532_122_624
 
 
+def test_segments_are_described_and_kept_in_yaml():
+    written = "model.segments=[{repeats: 2, layers: [{window: 64}]}, {layers: [{rope: false}]}]"
+    config = load("tiny", written)
+    assert [segment.repeats for segment in config.model.segments or ()] == [2, 1]
+    assert from_yaml(describe(config), "printed") == from_yaml(to_yaml(config), "kept") == config
+
+
 def test_an_old_key_names_its_new_place():
     line = "model.experts: no such key; it is called model.moe.experts now"
     assert message("tiny", "model.experts=8") == line
@@ -666,6 +674,14 @@ LATENT = ("model.mixer=mla", "model.kv_heads=null")
                 "model.segments=[{repeats: 3, layers: [{window: 4}]}]",
             ),
             "model.segments: window: 4 is not read by mixer: mla",
+        ),
+        (
+            ("model.segments=[{repeats: 3, layers: [{rope: false, rope_theta: 5.0}]}]",),
+            "model.segments: rope_theta: 5.0 is not read with rope: false",
+        ),
+        (
+            ("model.mla.kv_rank=8", "model.segments=[{repeats: 3, layers: [{mixer: mla}]}]"),
+            "model.mixer=attention is that of no layer of model.segments; write model.mixer=mla",
         ),
         (("model.dense_layers=1",), "model.dense_layers=1 is not read by a model without experts"),
         (("model.local_rope_theta=5.0",), "model.local_rope_theta=5.0 is not read by model.wind"),

@@ -97,7 +97,22 @@ def test_dense_layers_before_experts_count_too(small_config):
 
 
 def test_every_name_of_the_config_is_one_of_the_model():
-    assert set(get_args(Saved)) == set(BYTES)
+    assert set(get_args(Saved)) == {*BYTES, "attention.latent"}
+
+
+def test_latents_are_saved_by_their_name(small_config):
+    """Those of a device's own tokens: ranks 8 and 12, and a shared key of 2 channels."""
+    latent = (
+        *("model.mixer=mla", "model.kv_heads=null", "model.mla.kv_rank=8", "model.mla.q_rank=12"),
+        *("model.mla.nope_dim=4", "model.mla.rope_dim=2", "model.mla.value_dim=6"),
+    )
+    saved = cost(
+        small_config, *latent, "remat.policy=selective", "remat.names=[attention.latent]"
+    ).saved
+    own = ROWS * TOKENS // 2 * (8 + 12 + 2) * 4
+    assert saved == {"block.input": LAYERS * STREAM, "attention.latent": LAYERS * own}
+    with pytest.raises(ValueError, match="^remat.names: attention.latent is of no layer with mod"):
+        override(small_config, "remat.policy=selective", "remat.names=[attention.latent]")
 
 
 def test_half_of_the_layers_recomputed_saves_half(small_config, plain):

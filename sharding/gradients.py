@@ -17,6 +17,11 @@ UNREDUCED_AXES = ("replica",)
 """Axes whose devices train apart (DiLoCo): their gradients never meet."""
 
 
+def reduced_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes over which shares of gradients, and of what is logged, add up."""
+    return tuple(axis for axis in layout.mesh.axis_names if axis not in UNREDUCED_AXES)
+
+
 def scatter_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) -> Any:
     """Reduce-scatter each leaf over the mesh axes that its out_spec names and its in_spec does not.
 
@@ -44,8 +49,7 @@ def reduce_gradients(grads: Any, in_specs: Any, out_specs: Any, layout: Layout) 
     """
 
     def one(grad: jax.Array, spec: P) -> jax.Array:
-        done = (*spec_axes(spec), *UNREDUCED_AXES)
-        missing = tuple(axis for axis in layout.mesh.axis_names if axis not in done)
+        missing = tuple(axis for axis in reduced_axes(layout) if axis not in spec_axes(spec))
         return all_reduce(grad, missing, layout, layout.reduce)
 
     return jax.tree.map(one, scatter_gradients(grads, in_specs, out_specs, layout), out_specs)

@@ -1,6 +1,4 @@
-"""One optimizer step, top to bottom: the shard_map that holds forward and backward, then clip and
-update in plain jit.
-"""
+"""One optimizer step, top to bottom, as one shard_map: forward and backward, clip, update."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +18,7 @@ from ..models.layers.kinds import adds_loss, is_random, layer_metrics, next_buff
 from ..models.position import advance, position_words
 from ..models.transformer import Transformer
 from ..sharding.collectives import all_reduce, all_reduce_max, axis_index
-from ..sharding.gradients import UNREDUCED_AXES, reduce_gradients
+from ..sharding.gradients import reduce_gradients, reduced_axes
 from ..sharding.layout import Layout, specs
 from .assembly import Piece, make_stages, plain_loss, training_loss
 from .config import Config
@@ -30,7 +27,8 @@ from .microbatches import add_up_gradients, add_up_sums
 from .optim.learning_rate import learning_rate
 from .optim.optimizer import make_optimizer
 from .optim.precision import next_scale
-from .state import State, abstract_state, next_average, sharded_shapes, state_shardings
+from .optim.update import clip, update_params
+from .state import State, abstract_state, next_average, sharded_shapes, state_specs
 
 
 def make_train_step(config: Config, layout: Layout):
@@ -44,53 +42,69 @@ def make_train_step(config: Config, layout: Layout):
     `loss_scale`, and auxiliary losses under their own names; what kinds of layers measure; and with
     train.halt_on_nan `nonfinite`, bool [microbatch, parameter].
     """
-    optimizer: Any = make_optimizer(config.optimizer)  # optax's types know no flax module
-    schedule = learning_rate(config.optimizer, config.train)
-    state = abstract_state(config)
-    gradients = shard_loss_and_grads(config, layout, state.params)
-
-    def train_step(state: State, batch: Batch):
-        scale = None if state.loss_scale is None else state.loss_scale.scale
-        metrics, grads = gradients(state.params, batch, state.position, scale, state.buffers)
-        with jax.named_scope("optimizer"):
-            grads, norm = clip(grads, config.optimizer.clip)
-            lr = schedule(state.step)
-
-            def update(state: State) -> State:
-                updates, opt = optimizer.update(grads, state.opt, state.params, lr=lr)
-                params, step = jax.tree.map(jnp.add, state.params, updates), state.step + 1
-                return replace(
-                    state,
-                    step=step,
-                    params=params,
-                    opt=opt,
-                    average=next_average(state.average, params, step, config.optimizer),
-                    buffers=next_buffers(state.buffers, metrics, config.model),
-                )
-
-            def skip(state: State) -> State:
-                return replace(state, skipped=state.skipped + 1)
-
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-            loss_scale = next_scale(state.loss_scale, finite, config.precision)
-            state = lax.cond(finite, update, skip, state)
-            state = replace(
-                state,
-                position=advance(state.position, config.train.batch_size),
-                loss_scale=loss_scale,
-            )
-        counters = {"step": state.step, "skipped": state.skipped, "position": state.position}
-        pieces = config.train.microbatches * layout.size(_all_axes(layout))
-        figures = layer_metrics(metrics, pieces, config.model)
-        figures |= {"grad_norm": norm, "lr": lr} | ({} if scale is None else {"loss_scale": scale})
-        return state, counters | figures
-
-    shardings = state_shardings(state, layout)
+    cuts = state_specs(abstract_state(config), layout)
+    step = jax.shard_map(
+        partial(train_step, config=config, layout=layout),
+        mesh=layout.mesh,
+        in_specs=(cuts, layout.batch_spec()),
+        out_specs=(cuts, P()),
+        check_vma=False,
+    )
+    shardings = jax.tree.map(layout.sharding, cuts)
     return jax.jit(
-        train_step,
+        step,
         in_shardings=(shardings, layout.sharding(layout.batch_spec())),
         out_shardings=(shardings, layout.sharding(P())),
         donate_argnums=0,
+    )
+
+
+def train_step(state: State, batch: Batch, *, config: Config, layout: Layout):
+    """Local: one attempt on this device's parts of state and batch."""
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+    metrics, grads = loss_and_grads(
+        state.params, batch, state.position, scale, state.buffers, config=config, layout=layout
+    )
+    with jax.named_scope("optimizer"):
+        grads, norm = clip(grads, config.optimizer.clip, layout)
+        lr = jnp.asarray(learning_rate(config.optimizer, config.train)(state.step))
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        state = lax.cond(
+            finite,
+            lambda: updated(state, grads, metrics, lr, config, layout),
+            lambda: replace(state, skipped=state.skipped + 1),
+        )
+        state = replace(
+            state,
+            position=advance(state.position, config.train.batch_size),
+            loss_scale=next_scale(state.loss_scale, finite, config.precision),
+        )
+    counters = {"step": state.step, "skipped": state.skipped, "position": state.position}
+    pieces = config.train.microbatches * layout.size(reduced_axes(layout))
+    figures = layer_metrics(metrics, pieces, config.model)
+    figures |= {"grad_norm": norm, "lr": lr} | ({} if scale is None else {"loss_scale": scale})
+    return state, counters | figures
+
+
+def updated(
+    state: State,
+    grads: Transformer,
+    metrics: dict[str, jax.Array],
+    lr: jax.Array,
+    config: Config,
+    layout: Layout,
+) -> State:
+    """Local: the state after an update with clipped gradients."""
+    optimizer: Any = make_optimizer(config.optimizer, layout)  # optax's types know no flax module
+    params, own, opt = update_params(optimizer, grads, state.opt, state.params, lr, layout)
+    step = state.step + 1
+    return replace(
+        state,
+        step=step,
+        params=params,
+        opt=opt,
+        average=next_average(state.average, own, step, config.optimizer),
+        buffers=next_buffers(state.buffers, metrics, config.model),
     )
 
 
@@ -100,17 +114,6 @@ def step_shapes(config: Config, layout: Layout) -> tuple[State, Batch]:
     sharding = layout.sharding(layout.batch_spec())
     batch = batch_shapes(train.batch_size, train.microbatches, train.seq_len, sharding)
     return sharded_shapes(config, layout), batch
-
-
-def clip(grads: Any, limit: float | None) -> tuple[Any, jax.Array]:
-    """Scale all gradients so that their global norm is at most `limit`; returns them and the norm
-    before.
-    """
-    norm = optax.tree.norm(grads)
-    if limit is None:
-        return grads, norm
-    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
-    return jax.tree.map(lambda grad: grad * scale, grads), norm
 
 
 def shard_loss_and_grads(config: Config, layout: Layout, params: Transformer):
@@ -177,13 +180,13 @@ def loss_and_grads(
     grads, sums, marks = add_up_gradients(params, Piece(batch, keys), stages, config, layout, mark)
     accumulator_specs = specs(params, layout.accumulator_spec)
     grads = reduce_gradients(grads, accumulator_specs, specs(params, layout.state_spec), layout)
-    sums = all_reduce(sums, _all_axes(layout), layout)
+    sums = all_reduce(sums, reduced_axes(layout), layout)
     grads, sums = jax.tree.map(
         lambda a: a / scale if jnp.issubdtype(a.dtype, jnp.floating) else a, (grads, sums)
     )
     metrics = sums | {"tokens": tokens}
     if marks is not None:
-        metrics["nonfinite"] = all_reduce_max(marks, _all_axes(layout), layout) > 0
+        metrics["nonfinite"] = all_reduce_max(marks, reduced_axes(layout), layout) > 0
     return metrics, grads
 
 
@@ -214,7 +217,7 @@ def make_eval_step(config: Config, layout: Layout):
         stages = make_stages(config, layout, plain_loss(config), buffers)
         sums = add_up_sums(params, batch, stages, config, layout)
         tokens = all_reduce(jnp.sum(batch.weights), _batch_axes(layout), layout)
-        return all_reduce(sums["loss"], _all_axes(layout), layout), tokens
+        return all_reduce(sums["loss"], reduced_axes(layout), layout), tokens
 
     mapped = jax.shard_map(
         sums,
@@ -233,8 +236,3 @@ def make_eval_step(config: Config, layout: Layout):
 def _batch_axes(layout: Layout) -> tuple[str, ...]:
     """Mesh axes over which devices see different targets."""
     return (*layout.axes("batch"), "context")
-
-
-def _all_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes over which shares add up: all but those that train apart."""
-    return tuple(axis for axis in layout.mesh.axis_names if axis not in UNREDUCED_AXES)

@@ -10,14 +10,16 @@ from itertools import combinations, product
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 from meshwright.models.batch import Batch
 from meshwright.sharding.layout import specs
 from meshwright.trainer.inspect import verify
 from meshwright.trainer.inspect.verify import synthetic_batch
+from meshwright.trainer.optim.update import clip
 from meshwright.trainer.state import abstract_state, lay_out
-from meshwright.trainer.step import clip, make_eval_step
+from meshwright.trainer.step import make_eval_step
 from runs import (
     SGD,
     SMALL,
@@ -315,9 +317,13 @@ def test_each_expert_counts_once_in_the_norm(experts):
     """Case C33."""
     config = make_config(*MOE, f"mesh.expert={experts}", f"mesh.fsdp={8 // experts}")
     layout, params = lay_out(config), abstract_state(config).params
-    shardings = jax.tree.map(layout.sharding, specs(params, layout.state_spec))
+    cuts = specs(params, layout.state_spec)
     ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), params)
-    clipped, norm = jax.jit(partial(clip, limit=1.0))(jax.device_put(ones, shardings))
+    run = jax.shard_map(
+        partial(clip, limit=1.0, layout=layout),
+        mesh=layout.mesh, in_specs=(cuts,), out_specs=(cuts, P()), check_vma=False,
+    )  # fmt: skip
+    clipped, norm = jax.jit(run)(ones)
     expected = math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(ones)))
     assert_allclose(norm, expected, rtol=1e-6)
     assert_allclose(clipped.layers.moe.up[...], 1 / expected, rtol=1e-6)

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from meshwright.sharding.layout import map_params, specs
 from meshwright.trainer.config.load import override
 from meshwright.trainer.log.summary import device_bytes
 from meshwright.trainer.optim.optimizer import make_optimizer
+from meshwright.trainer.optim.update import update_params
 from meshwright.trainer.state import (
     State,
     abstract_state,
@@ -28,6 +30,7 @@ from meshwright.trainer.state import (
     named_leaves,
     next_average,
     state_shardings,
+    state_specs,
     with_params,
 )
 from runs import SMALL, first_devices, make_config, random_params, train
@@ -69,9 +72,8 @@ def state_after_updates(name: str, *overrides: str) -> State:
     """From random_params with the recorded gradients: the optimizer alone, as the step runs it."""
     config = config_of(name, *overrides)
     layout = lay_out(config, first_devices(config))
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, layout)
     shardings = state_shardings(abstract_state(config), layout)
-    of_grads = jax.tree.map(layout.sharding, specs(random_params(config), layout.state_spec))
     params = jax.tree.map(jnp.asarray, random_params(config))
     zero = jnp.int32(0)
     average = None if config.optimizer.ema is None else params
@@ -79,18 +81,20 @@ def state_after_updates(name: str, *overrides: str) -> State:
     state = jax.device_put(jax.device_get(state), replace(shardings, buffers={}))
 
     def update(params, opt, average, grads, step):
-        updates, opt = optimizer.update(grads, opt, params, lr=LR)
-        params = jax.tree.map(jnp.add, params, updates)
-        return params, opt, next_average(average, params, step, config.optimizer)
+        params, own, opt = update_params(optimizer, grads, opt, params, LR, layout)
+        return params, opt, next_average(average, own, step, config.optimizer)
 
-    kept = (shardings.params, shardings.opt, shardings.average)
-    jitted = jax.jit(
-        update, in_shardings=(*kept, of_grads, None), out_shardings=kept, donate_argnums=(0, 1, 2)
+    cuts = state_specs(abstract_state(config), layout)
+    kept = (cuts.params, cuts.opt, cuts.average)
+    grads_cut = specs(random_params(config), layout.state_spec)
+    mapped = jax.shard_map(
+        update, mesh=layout.mesh, in_specs=(*kept, grads_cut, P()), out_specs=kept, check_vma=False
     )
+    jitted = jax.jit(mapped, donate_argnums=(0, 1, 2))
     own = state.params, state.opt, state.average
     recorded = recorded_gradients(*(key for key in overrides if key.startswith("model.")))
     for step, grads in enumerate(recorded, 1):
-        own = jitted(*own, jax.device_put(grads, of_grads), jnp.int32(step))
+        own = jitted(*own, grads, jnp.int32(step))
     params, opt, average = own
     return replace(state, params=params, opt=opt, average=average)
 
@@ -157,8 +161,7 @@ EXPECTED_BYTES = {
     "lamb": lambda n: 8 * ((MATRICES + TABLES) // n + VECTORS) + COUNT,
     "lion": lambda n: 4 * ((MATRICES + TABLES) // n + VECTORS) + COUNT,
     "sgd": lambda n: 4 * ((MATRICES + TABLES) // n + VECTORS),
-    # beside two counters the three coefficients of Newton-Schulz
-    "muon": lambda n: 4 * MATRICES // n + 8 * (TABLES // n + VECTORS) + 2 * COUNT + 3 * 4,
+    "muon": lambda n: 4 * MATRICES // n + 8 * (TABLES // n + VECTORS) + COUNT,
     "adafactor": lambda n: (
         4 * (LAYERS * sum(D // n + other for other in OTHER_SIDES) + 2 * (D // n + VOCAB) + VECTORS)
         + COUNT

@@ -1,4 +1,4 @@
-"""One compiled step: what it consumes, returns and reports, the clip, and accumulation."""
+"""One compiled step: what it consumes, returns and reports, and accumulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.models.batch import Batch
 from meshwright.models.position import position_number
 from meshwright.trainer.config.load import override
 from meshwright.trainer.state import abstract_state, init_state, lay_out, state_shardings
-from meshwright.trainer.step import clip, make_train_step
+from meshwright.trainer.step import make_train_step
 
 LR, CLIP = 0.1, 1.0
 COUNTERS = {"step": jnp.int32, "skipped": jnp.int32, "position": jnp.uint32}
@@ -132,31 +132,3 @@ def test_auxiliary_losses_are_metrics_under_their_own_names(config):
     state, batch = abstract_state(config), random_batch(config, layout)
     _, metrics = jax.eval_shape(make_train_step(config, layout), state, batch)
     assert set(metrics) == METRICS | {"z_loss", "smoothing_loss"}
-
-
-def tree_of_norm(norm: float):
-    """Gradients of three shapes; all entries equal, so that nothing is rounded in the squares."""
-    return {"a": jnp.full((2, 3), norm / 4), "b": {"c": jnp.full((9,), norm / 4), "d": norm / 4}}
-
-
-@pytest.mark.parametrize("limit", [4.0, 4.5, 1e30, None])
-def test_at_or_below_the_limit_gradients_stay_bitwise(limit):
-    grads = tree_of_norm(4.0)
-    clipped, norm = clip(grads, limit)
-    assert norm == 4.0
-    jax.tree.map(np.testing.assert_array_equal, clipped, grads)
-
-
-@pytest.mark.parametrize("limit", [1.0, 0.25, 3.999])
-def test_above_the_limit_all_gradients_shrink_alike(limit):
-    grads = tree_of_norm(4.0)
-    clipped, norm = clip(grads, limit)
-    assert norm == 4.0
-    for a, b in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(a, b * limit / 4, rtol=1e-6)
-
-
-def test_gradients_of_zero_stay_zero():
-    clipped, norm = clip(tree_of_norm(0.0), 1.0)
-    assert norm == 0.0
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(clipped))

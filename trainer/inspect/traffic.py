@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from ...models.layers.kinds import adds_loss, layer_sent, measured
 from ...models.pattern import Layer
 from ...models.vocab import tokens_at_once
-from ...sharding.gradients import UNREDUCED_AXES
-from ...sharding.layout import Layout, entry_axes, is_param, spec_axes
+from ...sharding.gradients import reduced_axes
+from ...sharding.layout import Layout, is_param, spec_axes
 from ...sharding.pipeline.orders import permutes, splits_backward
 from ...sharding.traffic import (
     ALL_GATHER,
@@ -28,6 +28,7 @@ from ...sharding.traffic import (
     ring,
 )
 from ..config import Config
+from ..optim.optimizer import optimizer_sent
 from ..optim.precision import DTYPES
 from ..state import abstract_state
 
@@ -39,6 +40,7 @@ def step_traffic(config: Config, layout: Layout) -> list[Traffic]:
         *layer_traffic(config, layout),
         *ends_traffic(config, layout),
         *pipe_traffic(config, layout),
+        *optimizer_traffic(config, layout),
         *scalar_traffic(config, layout),
     ]
     return [traffic for traffic in found if traffic.sent]
@@ -136,7 +138,7 @@ def weight_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
         gathered = [axis for axis in cut if axis in at_rest]
         scattered = [axis for axis in cut if axis in accumulator and axis not in at_rest]
         late = [axis for axis in cut if axis not in accumulator]
-        missing = [axis for axis in layout.mesh.axis_names if axis not in (*state, *UNREDUCED_AXES)]
+        missing = [axis for axis in reduced_axes(layout) if axis not in state]
         times, gathers = config.train.microbatches, uses * config.train.microbatches
         if in_block:
             run, branches = shares_run(config, path[1].name)
@@ -189,22 +191,21 @@ def ends_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
 
 
 def scalar_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Four bytes each: the number of targets, logged sums, each leaf's part of the global norm over
-    the axes of each dim in turn.
-    """
-    train, names = config.train, layout.mesh.axis_names
-    everywhere = [axis for axis in names if axis not in UNREDUCED_AXES]
+    """Four bytes each: the number of targets, logged sums, the gradients' sum of squares."""
+    train, everywhere = config.train, reduced_axes(layout)
     yield ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
     sums = 1 + bool(train.z_loss) + bool(train.label_smoothing)
     if adds_loss(config.model):
         yield ring("metrics", ALL_REDUCE, [*layout.axes("batch"), "context"], 4, layout)
     sums += measured(config.model)
     yield ring("metrics", ALL_REDUCE, everywhere, 4 * sums, layout)
-    params = abstract_state(config).params
-    leaves = jax.tree.leaves(params, is_leaf=is_param)
     if train.halt_on_nan:
-        yield ring("metrics", ALL_REDUCE, everywhere, 4 * train.microbatches * len(leaves), layout)
-    for param in leaves:
-        stack = param.get_value().ndim - len(param.axes)
-        for entry in layout.state_spec(param.axes, stack):
-            yield ring("global norm", ALL_REDUCE, entry_axes(entry), 4, layout)
+        leaves = len(jax.tree.leaves(abstract_state(config).params))
+        yield ring("metrics", ALL_REDUCE, everywhere, 4 * train.microbatches * leaves, layout)
+    yield ring("global norm", ALL_REDUCE, everywhere, 4, layout)
+
+
+def optimizer_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Of the update rule, as it says of itself for each parameter."""
+    for param in jax.tree.leaves(abstract_state(config).params, is_leaf=is_param):
+        yield from optimizer_sent(config.optimizer, param, layout)

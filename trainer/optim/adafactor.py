@@ -4,7 +4,9 @@ of the dims it still has, so it is cut over the mesh like the parameter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ...sharding.layout import is_param
-from .matrix_sides import side_size, sides
+from ...sharding.layout import Layout, is_param, spec_axes
+from ...sharding.traffic import ALL_REDUCE, Traffic, ring
+from .matrix_sides import mean_over, mesh_axes, side_size, sides
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +28,9 @@ class FactoredState:
     moments: Any
 
 
-def scale_by_factored_rms(factor_from: int) -> optax.GradientTransformation:
+def scale_by_factored_rms(
+    factor_from: int, layout: Layout | None = None
+) -> optax.GradientTransformation:
     """Adafactor's second moment (arXiv 1804.04235): of a matrix whose sides are at least
     `factor_from` only row and column means are kept. Its decay at update t is 1 - t^-0.8.
 
@@ -33,45 +38,82 @@ def scale_by_factored_rms(factor_from: int) -> optax.GradientTransformation:
     dims, layers and heads among them, and does not say which are left.
     """
 
-    def statistics(param: nnx.Param) -> tuple[nnx.Param, ...]:
-        value, pair = param.get_value(), sides(param)
-        if pair is None or min(side_size(value, side) for side in pair) < factor_from:
-            return (param,)
-        rows, columns = pair
-        return _mean(param, columns), _mean(param, rows)
+    def first(param: nnx.Param) -> tuple[nnx.Param, ...]:
+        factored = is_factored(param, factor_from)
+        return _row_and_column_means(param, None) if factored else (param,)
 
     def init(params: Any) -> Any:
-        moments = jax.tree.map(statistics, params, is_leaf=is_param)
+        moments = jax.tree.map(first, params, is_leaf=is_param)
         return FactoredState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, moments))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = state.count + 1
         new = count.astype(jnp.float32) ** -0.8
-        squares = jax.tree.map(lambda grad: grad * grad + 1e-30, updates)
-        moments = jax.tree.map(
-            lambda old, now: (1 - new) * old + new * now,
-            state.moments,
-            jax.tree.map(statistics, squares, is_leaf=is_param),
-        )
-        updates = jax.tree.map(_scale, updates, moments, is_leaf=is_param)
+
+        def next_moments(grad: nnx.Param, old: tuple[nnx.Param, ...]) -> tuple[nnx.Param, ...]:
+            square = nnx.Param(grad.get_value() ** 2 + 1e-30, axes=grad.axes, role=grad.role)
+            now = (square,) if len(old) == 1 else _row_and_column_means(square, layout)
+            return jax.tree.map(lambda old, now: (1 - new) * old + new * now, old, now)
+
+        moments = jax.tree.map(next_moments, updates, state.moments, is_leaf=is_param)
+        updates = jax.tree.map(partial(_scale, layout), updates, moments, is_leaf=is_param)
         return updates, FactoredState(count, moments)
 
     return optax.GradientTransformation(init, update)
 
 
-def _scale(grad: nnx.Param, moments: tuple[nnx.Param, ...]) -> nnx.Variable:
+def is_factored(param: nnx.Param, factor_from: int) -> bool:
+    pair = sides(param)
+    sizes = [side_size(param.get_value(), side) for side in pair] if pair else [0]
+    return min(sizes) >= factor_from
+
+
+def _scale(layout: Layout | None, grad: nnx.Param, moments: tuple[nnx.Param, ...]) -> nnx.Variable:
     """grad / sqrt(second moment), for a factored one rows ⊗ columns / mean(rows)."""
     value, pair = grad.get_value(), sides(grad)
     if len(moments) == 1 or pair is None:
         return grad.replace(value * jax.lax.rsqrt(moments[0].get_value()))
     (ins, outs), (rows, columns) = pair, (moment.get_value() for moment in moments)
     rows, columns = jnp.expand_dims(rows, outs), jnp.expand_dims(columns, ins)
-    rows = rows / jnp.mean(rows, ins, keepdims=True)
+    rows = rows / mean_over(grad, rows, ins, layout)
     return grad.replace(value * jax.lax.rsqrt(rows) * jax.lax.rsqrt(columns))
 
 
-def _mean(param: nnx.Param, dims: tuple[int, ...]) -> nnx.Param:
+def _row_and_column_means(param: nnx.Param, layout: Layout | None) -> tuple[nnx.Param, ...]:
+    pair = sides(param)
+    assert pair is not None
+    ins, outs = pair
+    return _mean(param, outs, layout), _mean(param, ins, layout)
+
+
+def _mean(param: nnx.Param, dims: tuple[int, ...], layout: Layout | None) -> nnx.Param:
     """The mean over some dims, with the axes of those that are left."""
     count = len(param.axes)
     axes = tuple(axis for dim, axis in enumerate(param.axes, -count) if dim not in dims)
-    return nnx.Param(jnp.mean(param.get_value(), dims), axes=axes, role=param.role)
+    mean = jnp.squeeze(mean_over(param, param.get_value(), dims, layout), dims)
+    return nnx.Param(mean, axes=axes, role=param.role)
+
+
+def adafactor_sent(param: nnx.Param, factor_from: int, layout: Layout) -> Iterator[Traffic]:
+    """All-reduces of a parameter: of a factored one the sums of its rows over the axes that cut
+    columns, those of its columns over the axes that cut rows, and the mean of the row means; and
+    of any two mean squares of each layer, of its update and of its own.
+    """
+    value, count = param.get_value(), len(param.axes)
+    spec = layout.state_spec(param.axes, value.ndim - count)
+    local = value.size // layout.size(spec_axes(spec))
+
+    def over(dims: Sequence[int]) -> tuple[tuple[str, ...], int]:
+        """Mesh axes of dims, and the elements of a mean over them."""
+        axes = mesh_axes(param, dims, layout)
+        return axes, local * layout.size(axes) // side_size(value, dims)
+
+    every = tuple(range(-count, 0))
+    sums = [over(every)] * 2
+    pair = sides(param)
+    if pair and is_factored(param, factor_from):
+        ins, outs = pair
+        sums += [over(outs), over(ins)]
+        sums.append((mesh_axes(param, ins, layout), over((*ins, *outs))[1]))
+    for axes, elements in sums:
+        yield ring("update rule", ALL_REDUCE, axes, 4 * elements, layout)

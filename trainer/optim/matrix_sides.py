@@ -1,20 +1,21 @@
 """A parameter as what the model multiplies by: for each layer one matrix [in, out], its heads
-merged.
+merged, of which each device may hold a part.
 
-Told nothing, update rules would factor, orthogonalise or take norms over the stack of layers too.
+Told nothing, update rules would factor, orthogonalise or take norms over the stack of layers too,
+and over a device's part instead of the whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import optax
+import jax.numpy as jnp
 from flax import nnx
 
-from ...sharding.layout import map_params
+from ...sharding.collectives import all_reduce
+from ...sharding.layout import Layout, entry_axes
 
 
 def sides(param: nnx.Param) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -31,26 +32,33 @@ def sides(param: nnx.Param) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return (groups[-2], groups[-1]) if len(groups) > 1 else None
 
 
-def by_layer(
-    rule: optax.GradientTransformation, roles: Collection[str]
-) -> optax.GradientTransformation:
-    """A rule without state, applied to each layer's parameter alone; parameters of other roles pass
-    unchanged.
-    """
-
-    def update_one(update: jax.Array, param: jax.Array) -> Any:
-        return rule.update(update, rule.init(param), param)[0]
-
-    def one(param: nnx.Param, update: jax.Array) -> jax.Array:
-        if param.role not in roles:
-            return update
-        value, apply = param.get_value(), update_one
-        for _ in range(value.ndim - len(param.axes)):
-            apply = jax.vmap(apply)
-        return apply(update, value)
-
-    return optax.stateless(lambda updates, params: map_params(one, params, updates))
-
-
-def side_size(value: jax.Array, dims: tuple[int, ...]) -> int:
+def side_size(value: jax.Array, dims: Sequence[int]) -> int:
     return math.prod(value.shape[dim] for dim in dims)
+
+
+def mesh_axes(param: nnx.Param, dims: Sequence[int], layout: Layout | None) -> tuple[str, ...]:
+    """Mesh axes over which an update of `param` is cut along `dims`, counted from the last. Without
+    a layout it is whole.
+    """
+    if layout is None:
+        return ()
+    spec = layout.state_spec(param.axes)
+    return tuple(axis for dim in dims for axis in entry_axes(spec[dim]))
+
+
+def mean_over(
+    param: nnx.Param, value: jax.Array, dims: Sequence[int], layout: Layout | None
+) -> jax.Array:
+    """Local: the mean over some dims, counted from the last, of the whole that `value`, laid out
+    like an update of `param`, is a part of; those dims have size 1. One all-reduce.
+    """
+    mean, axes = jnp.mean(value, dims, keepdims=True), mesh_axes(param, dims, layout)
+    if layout is None or not axes:
+        return mean
+    return all_reduce(mean, axes, layout) / layout.size(axes)
+
+
+def layer_rms(param: nnx.Param, value: jax.Array, layout: Layout | None) -> jax.Array:
+    """Local: the root mean square of each layer's parameter, as `mean_over`."""
+    dims = tuple(range(-len(param.axes), 0))
+    return jnp.sqrt(mean_over(param, value * value, dims, layout))

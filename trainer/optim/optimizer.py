@@ -3,42 +3,49 @@
 The rate is handed to each update (`lr=`); the chain has no schedule of its own. What differs
 between parameters goes by the role they were declared with, never by their number of dims: stacking
 layers changes those. All state but counters is `nnx.Param`s with the logical axes of its dims, so
-that it is cut over the mesh like the parameters (`state_specs`).
+that it is cut over the mesh like the parameters (`state_specs`). Rules that look at more than one
+element at once, Muon, Adafactor and LAMB, reduce over the mesh axes that cut a parameter, by name.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
-from ...sharding.layout import is_param, map_params
+from ...sharding.layout import Layout, is_param, map_params, spec_axes
+from ...sharding.traffic import ALL_REDUCE, Traffic, ring
 from ..config import OptimizerConfig
-from .adafactor import scale_by_factored_rms
-from .matrix_sides import by_layer
-from .muon import muon
-
-ROLES = ("embedding", "matrix", "norm", "bias")
+from .adafactor import adafactor_sent, scale_by_factored_rms
+from .matrix_sides import layer_rms, mesh_axes
+from .muon import muon, muon_sent
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    config: OptimizerConfig, layout: Layout | None = None
+) -> optax.GradientTransformationExtraArgs:
     """`update(grads, state, params, lr=rate)`: clipped gradients -> what to add to the parameters.
+    With a layout, of the parts that `Layout.state_spec` gives a device, inside a `shard_map`;
+    without, of whole arrays, like `init(params)` always.
 
     adamw: 1711.05101. lion: 2302.06675. adafactor: 1804.04235, without momentum, its step relative
     to the parameter's root mean square. sgd: heavy ball, or Nesterov's. muon: see `muon`. lamb:
     1904.00962, with the ratio of norms where weights are, not for norms and biases. Adafactor and
     LAMB measure each layer by itself.
     """
-    links = [_kept_as(_rule(config), config.moments), _decay(config)]
+    links = [_kept_as(_rule(config, layout), config.moments), _decay(config)]
     if config.name == "lamb":
-        links.append(by_layer(optax.scale_by_trust_ratio(), ("embedding", "matrix")))
+        links.append(_trust_ratio(layout))
     links.append(_rate(config))
     return optax.chain(*links)
 
 
-def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
+def _rule(config: OptimizerConfig, layout: Layout | None) -> optax.GradientTransformation:
     """Gradients -> update per unit of learning rate, before decay and sign."""
     settings = config.settings
     b1, b2, momentum = settings.b1, settings.b2, settings.momentum
@@ -50,14 +57,12 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
             return optax.scale_by_lion(b1, b2)
         case "adafactor":
             return optax.chain(
-                scale_by_factored_rms(settings.factor_from),
-                by_layer(optax.clip_by_block_rms(1.0), ROLES),
-                by_layer(optax.scale_by_param_block_rms(), ROLES),
+                scale_by_factored_rms(settings.factor_from, layout), _relative_step(layout)
             )
         case "sgd":
             return optax.trace(momentum, settings.nesterov) if momentum else optax.identity()
         case "muon":
-            return muon(momentum, adam)
+            return muon(momentum, adam, layout)
 
 
 def _kept_as(rule: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
@@ -78,6 +83,51 @@ def _kept_as(rule: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     return optax.GradientTransformation(
         lambda params: cast(rule.init(params), jnp.bfloat16), update
     )
+
+
+def _relative_step(layout: Layout | None) -> optax.GradientTransformation:
+    """Adafactor's: each layer's update clipped to a root mean square of 1, times the parameter's
+    own, at least 1e-3.
+    """
+
+    def one(param: nnx.Param, update: jax.Array) -> jax.Array:
+        update = update / jnp.maximum(1.0, layer_rms(param, update, layout))
+        return update * jnp.maximum(1e-3, layer_rms(param, param.get_value(), layout))
+
+    return optax.stateless(lambda updates, params: map_params(one, params, updates))
+
+
+def _trust_ratio(layout: Layout | None) -> optax.GradientTransformation:
+    """LAMB's: each layer's weights' norm over its update's; 1 where either is 0."""
+
+    def one(param: nnx.Param, update: jax.Array) -> jax.Array:
+        if not _has_trust_ratio(param):
+            return update
+        of_param = layer_rms(param, param.get_value(), layout)
+        of_update = layer_rms(param, update, layout)
+        either = (of_param == 0.0) | (of_update == 0.0)
+        return update * jnp.where(either, 1.0, of_param / jnp.where(either, 1.0, of_update))
+
+    return optax.stateless(lambda updates, params: map_params(one, params, updates))
+
+
+def _has_trust_ratio(param: nnx.Param) -> bool:
+    return param.role in ("embedding", "matrix")
+
+
+def optimizer_sent(config: OptimizerConfig, param: nnx.Param, layout: Layout) -> Iterator[Traffic]:
+    """What the rule sends for one parameter, whole here, in one update."""
+    match config.name:
+        case "muon":
+            yield from muon_sent(param, layout)
+        case "adafactor":
+            yield from adafactor_sent(param, config.settings.factor_from, layout)
+        case "lamb" if _has_trust_ratio(param):
+            dims, value = range(-len(param.axes), 0), param.get_value()
+            layers = math.prod(value.shape[: -len(param.axes)])
+            stack = layout.state_spec((), value.ndim - len(param.axes))
+            sums = 2 * 4 * layers // layout.size(spec_axes(stack))
+            yield ring("update rule", ALL_REDUCE, mesh_axes(param, dims, layout), sums, layout)
 
 
 def _decay(config: OptimizerConfig) -> optax.GradientTransformation:

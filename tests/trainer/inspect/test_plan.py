@@ -22,7 +22,7 @@ from runs import SMALL, first_devices, make_config
 BLOCKS, TABLES, NORMS = 2 * (16 * 32 + 16 * 16 + 3 * 16 * 24), 2 * 384 * 16, 5 * 16
 """Elements of SMALL: q and o, k and v, gate, up and down of two layers; vocabulary; norm scales."""
 
-PSI, LEAVES = BLOCKS + TABLES, 9
+PSI = BLOCKS + TABLES
 STREAM = 16 * 16 * 16 * 4
 """Bytes of the whole batch's residual stream."""
 
@@ -41,99 +41,98 @@ def one_way(n, size):
 
 
 CONTRACTS = {
-    # gradients once, the number of targets, the loss
+    # gradients once, the number of targets, the loss, the norm
     "mesh.data=8 train.microbatches=2": {
-        "data all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 8),
+        "data all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 8),
     },
     "mesh.fsdp=8 layout.zero=0": {
-        "fsdp all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 8),
+        "fsdp all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 8),
     },
     "mesh.fsdp=8 layout.zero=1 train.microbatches=2": {
-        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp all-reduce": all_reduce(4 * NORMS + 12, 8),
         "fsdp reduce-scatter": one_way(4 * PSI, 8),
         "fsdp all-gather": one_way(4 * PSI, 8),
     },
     "mesh.fsdp=8 layout.zero=2 train.microbatches=2": {
-        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp all-reduce": all_reduce(4 * NORMS + 12, 8),
         "fsdp reduce-scatter": one_way(2 * 4 * PSI, 8),
         "fsdp all-gather": one_way(4 * PSI, 8),
     },
     # blocks forward and backward; XLA gathers the tables once for all micro-batches
     "mesh.fsdp=8 train.microbatches=2": {
-        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp all-reduce": all_reduce(4 * NORMS + 12, 8),
         "fsdp reduce-scatter": one_way(2 * 4 * PSI, 8),
         "fsdp all-gather": one_way(4 * (2 * 2 * BLOCKS + TABLES), 8),
     },
     "mesh.fsdp=8 remat.policy=full": {
-        "fsdp all-reduce": all_reduce(4 * NORMS + 8 + 4 * LEAVES, 8),
+        "fsdp all-reduce": all_reduce(4 * NORMS + 12, 8),
         "fsdp reduce-scatter": one_way(4 * PSI, 8),
         "fsdp all-gather": one_way(4 * (2 * BLOCKS + TABLES), 8),
     },
     # the slow axis moves a quarter
     "mesh.data=2 mesh.fsdp=4": {
         "data all-reduce": all_reduce(4 * PSI // 4, 2),
-        "data fsdp all-reduce": all_reduce(4 * NORMS + 8, 8),
-        "fsdp all-reduce": all_reduce(4 * LEAVES, 4),
+        "data fsdp all-reduce": all_reduce(4 * NORMS + 12, 8),
         "fsdp reduce-scatter": one_way(4 * PSI, 4),
         "fsdp all-gather": one_way(4 * (2 * BLOCKS + TABLES), 4),
     },
-    # two exits a layer and the embedding's, forward and backward; three numbers a token; norms of
-    # whole scales are shares without sequence parallelism too
+    # two exits a layer and the embedding's, forward and backward; three numbers a token; the
+    # gradients of whole scales are shares without sequence parallelism too
     "mesh.tensor=2 layout.sequence_parallel=false": {
-        "tensor all-reduce": all_reduce(10 * STREAM + 12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 2),
+        "tensor all-reduce": all_reduce(10 * STREAM + 12 * TOKENS + 4 * NORMS + 8, 2),
     },
     "mesh.tensor=2": {
         "tensor all-gather": one_way((2 * 6 + 2) * STREAM, 2),
         "tensor reduce-scatter": one_way((2 * 4 + 2) * STREAM, 2),
-        "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 2),
+        "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 8, 2),
     },
     # the vocabulary's two ends keep theirs
     "mesh.tensor=4 model.kv_heads=4 layout.overlap=true": {
         "tensor all-gather": one_way(2 * STREAM, 4),
         "tensor reduce-scatter": one_way(2 * STREAM, 4),
         "tensor collective-permute": 3 * (2 * 10 * STREAM // 4),
-        "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 4 + 4 * LEAVES, 4),
+        "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 8, 4),
     },
     # half as many kv heads as heads, so k and v together are a stream; in every layer three hops
     # forward and three backward, and four of their gradients
     "mesh.context=4": {
         "context all-gather": one_way(PLACES, 4),
         "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 4),
     },
     "mesh.context=4 layout.context=zigzag": {
         "context all-gather": one_way(PLACES, 4),
         "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 4),
     },
     # saved by name, k and v are not sent again
     "mesh.context=4 remat.policy=selective remat.names=[attention.context,attention.logsumexp]": {
         "context all-gather": one_way(PLACES, 4),
         "context collective-permute": 2 * (3 + 3 + 4) * STREAM // 4,
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 4),
     },
     # q, k, v, o and their gradients; two kv heads are repeated to four
     "mesh.context=2 layout.context=ulysses": {
         "context all-gather": one_way(PLACES, 2),
         "context all-to-all": 2 * 2 * one_way(3 * STREAM // 2, 2),
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 2),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 2),
     },
     "mesh.context=4 layout.context=ulysses": {
         "context all-gather": one_way(PLACES, 4),
         "context all-to-all": 2 * 2 * one_way(4 * STREAM // 4, 4),
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 4),
     },
     "mesh.context=4 layout.context=all_gather": {
         "context all-gather": one_way(PLACES + 2 * 2 * STREAM, 4),
         "context reduce-scatter": one_way(2 * STREAM, 4),
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 4),
     },
     # two groups of two: one hop of what a device holds for half of the heads and twice the tokens
     "mesh.context=4 layout.context=usp train.microbatches=2": {
         "context all-gather": one_way(PLACES, 4),
         "context all-to-all": 2 * 2 * one_way(3 * STREAM // 4, 2),
         "context collective-permute": 2 * (1 + 1 + 2) * STREAM // 4,
-        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 8, 4),
+        "context all-reduce": all_reduce(4 * (PSI + NORMS) + 12, 4),
     },
 }
 
@@ -153,6 +152,15 @@ def test_a_layout_sends_what_its_contract_says(layout):
     for row in plan.moved:  # only the tables of further micro-batches are cheaper than the formula
         saved = one_way(4 * TABLES, 8) if "mesh.fsdp=8 train.micro" in layout else 0
         assert row.formula - row.sent == (saved if row.kind == "all-gather" else 0)
+
+
+@pytest.mark.parametrize("layout", ["mesh.fsdp=4 mesh.tensor=2", "mesh.fsdp=8 layout.zero=1"])
+@pytest.mark.parametrize("rule", ["muon", "adafactor optimizer.factor_from=8", "lamb"])
+def test_an_update_rule_sends_what_it_says(rule, layout):
+    _, plan = plan_of(*layout.split(), *f"optimizer.name={rule}".split())
+    assert (plan.unexplained, plan.unknown) == (0, ())
+    assert [row.why for row in plan.moved if row.sent != row.formula] == []
+    assert any({"whole matrices", "update rule"} & set(row.why) for row in plan.moved)
 
 
 def test_a_pipeline_sends_a_neighbour_one_activation_and_one_gradient_a_tick():

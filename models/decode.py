@@ -60,7 +60,7 @@ def extend(
 
     slots: T. Rows that are padding alone give logits without a meaning. buffers: of State.
     """
-    assert not layout.sequence_parallel
+    assert not layout.config.sequence_parallel
     real = positions >= 0
     segments = jnp.where(real, 0, -1)
     rows = jnp.arange(tokens.shape[0])[:, None]

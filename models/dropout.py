@@ -113,7 +113,7 @@ def _bits(words: jax.Array, tokens: int, channels: int, layout: Layout) -> jax.A
 def _tokens_of_row(tokens: int, layout: Layout) -> jax.Array:
     """The row's numbers, uint32, of this device's `tokens` of it."""
     part, parts = axis_index("context", layout), layout.size("context")
-    if layout.sequence_parallel:
+    if layout.config.sequence_parallel:
         part = part * layout.size("tensor") + axis_index("tensor", layout)
         parts *= layout.size("tensor")
     place = jnp.asarray(part * tokens, jnp.uint32) + jnp.arange(tokens, dtype=jnp.uint32)

@@ -112,7 +112,7 @@ def differences() -> Iterator[tuple[str, float]]:
 
 
 def main() -> int:
-    prepare_devices(load("tiny").device)
+    prepare_devices(load("tiny"))
     cases = dict(differences())
     # a difference that is not a number is none within the tolerance
     wrong = {name: worst for name, worst in cases.items() if not worst <= TOLERANCE}

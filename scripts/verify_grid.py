@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help="of n equal parts the i-th, as i/n")
     options = parser.parse_args()
     config = load(options.config, *options.overrides)
-    prepare_devices(config.device)
+    prepare_devices(config)
     part, parts = map(int, options.part.split("/"))
     layouts = list(possible_layouts(config))[part::parts]
     print(f"{len(layouts)} layouts")

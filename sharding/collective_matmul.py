@@ -96,7 +96,7 @@ def _chunks(cut: Any, axis: str, layout: Layout) -> Iterator[tuple[jax.Array | i
 def _hops(axis: str, layout: Layout) -> tuple[int, int]:
     """How far chunks travel ahead and behind, N-1 together."""
     hops = layout.size(axis) - 1
-    behind = hops // 2 if layout.overlap_directions == 2 else 0
+    behind = hops // 2 if layout.config.overlap == "bidirectional" else 0
     return hops - behind, behind
 
 

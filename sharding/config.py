@@ -115,21 +115,13 @@ class LayoutConfig:
         Field(description="shard activations over tensor along the sequence between matmul pairs"),
     ] = True
     overlap: Annotated[
-        bool,
+        Literal["none", "ring", "bidirectional"],
         Field(
             description="collective matmul: activations travel over tensor in chunks, each while "
-            "another is multiplied; not at the embedding and the output layer"
+            "another is multiplied; ring, one way round; bidirectional, both ways in half the "
+            "hops; not at the embedding and the output layer"
         ),
-    ] = False
-    overlap_directions: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=2,
-            description="of layout.overlap: chunks go round 1 way, or 2 at once in half the hops",
-        ),
-        ReadWhen("overlap"),
-    ] = 1
+    ] = "none"
     context: Annotated[
         Literal["ring", "zigzag", "ulysses", "all_gather", "usp"],
         Field(
@@ -188,10 +180,10 @@ class LayoutConfig:
             raise ValueError(f"{written}: {foreign[0]} is not one of {', '.join(EXPERT_AXES)}")
         if len(set(self.experts)) != len(self.experts):
             raise ValueError(f"{written} names a mesh axis twice")
-        if self.overlap and not self.sequence_parallel:
+        if self.overlap != "none" and not self.sequence_parallel:
             raise ValueError(
-                "layout.overlap=true needs layout.sequence_parallel=true, without which nothing is "
-                "gathered: write layout.overlap=false or layout.sequence_parallel=true"
+                f"layout.overlap={self.overlap} needs layout.sequence_parallel=true, without which "
+                f"nothing is gathered: write layout.overlap=none or layout.sequence_parallel=true"
             )
         if self.schedule_file is not None:
             for key, written, default in (

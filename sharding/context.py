@@ -123,7 +123,7 @@ def _attend_forward(q, k, v, sink, at, kernel, layout):
     # inside a scan over layers, all that depends on loop constants alone is hoisted and stacked:
     # without the barrier the masks of all hops and blocks, O(S^2) bytes
     q, k, v, sink, at = lax.optimization_barrier(residuals)
-    forward = _gathered_forward if layout.context == "all_gather" else _ring_forward
+    forward = _gathered_forward if layout.config.context == "all_gather" else _ring_forward
     o, logsumexp = forward(q, k, v, at, kernel, layout)
     if sink is not None:
         o, logsumexp = _merge((o, logsumexp), (jnp.zeros_like(o), sink[None, None]))
@@ -136,7 +136,7 @@ def _attend_forward(q, k, v, sink, at, kernel, layout):
 def _attend_backward(kernel, layout, residuals, do):
     q, k, v, sink, at, o, logsumexp, do = lax.optimization_barrier((*residuals, do))
     inner = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
-    backward = _gathered_backward if layout.context == "all_gather" else _ring_backward
+    backward = _gathered_backward if layout.config.context == "all_gather" else _ring_backward
     grads = backward(q, k, v, at, (do, logsumexp, inner), kernel, layout)
     dsink = None
     if sink is not None:
@@ -251,7 +251,7 @@ def sent(
     core_is_saved = {"attention.context", "attention.logsumexp"} <= runs.saved
     forward = runs.passes + (0 if core_is_saved else runs.again)
     there, back = held * runs.itemsize * (forward + runs.passes), held * 4 * runs.passes
-    if layout.context == "all_gather":
+    if layout.config.context == "all_gather":
         yield ring("keys and values", ALL_GATHER, axes, there, layout)
         yield ring("their gradients", REDUCE_SCATTER, axes, back, layout)
     else:

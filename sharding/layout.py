@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,12 +25,9 @@ from .rules import ZERO_AXES, Dim, Resolved, resolve
 class Layout:
     mesh: Mesh
     resolved: Resolved
-    zero: int
-    sequence_parallel: bool
-    overlap: bool
-    overlap_directions: int
-    context: str
+    config: LayoutConfig = field(hash=False)  # it holds lists
     reduce: Any
+    """dtype in which gradients travel"""
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
@@ -54,7 +51,7 @@ class Layout:
 
     def gathered(self, name: str) -> tuple[str, ...]:
         """Mesh axes over which a parameter's dim `name` is gathered before use: those of ZeRO-3."""
-        return self.zero_axes(name) if self.zero == 3 else ()
+        return self.zero_axes(name) if self.config.zero == 3 else ()
 
     def zero_axes(self, name: str) -> tuple[str, ...]:
         """Mesh axes over which ZeRO cuts a parameter's dim `name`; experts are shared out, whatever
@@ -66,15 +63,15 @@ class Layout:
         """Spec of a parameter whose last dims are `axes`, after `stack` dims of layers,
         the first of which stages cut.
         """
-        return self._spec(axes, stack, cut_by_zero=self.zero == 3)
+        return self._spec(axes, stack, cut_by_zero=self.config.zero == 3)
 
     def accumulator_spec(self, axes: Sequence[str], stack: int = 0) -> P:
         """Spec of its gradient accumulator while micro-batches are added up."""
-        return self._spec(axes, stack, cut_by_zero=self.zero >= 2)
+        return self._spec(axes, stack, cut_by_zero=self.config.zero >= 2)
 
     def state_spec(self, axes: Sequence[str], stack: int = 0) -> P:
         """Spec of its reduced gradient and of its optimizer moments."""
-        return self._spec(axes, stack, cut_by_zero=self.zero >= 1)
+        return self._spec(axes, stack, cut_by_zero=self.config.zero >= 1)
 
     def _spec(self, axes: Sequence[str], stack: int, cut_by_zero: bool) -> P:
         def cut(name: str) -> tuple[str, ...]:
@@ -112,16 +109,7 @@ def make_layout(
     branches: see `resolve`. Raises ValueError where they do not fit.
     """
     resolved = resolve(config, dict(mesh.shape), dims, branches)
-    return Layout(
-        mesh,
-        resolved,
-        zero=config.zero,
-        sequence_parallel=config.sequence_parallel,
-        overlap=config.overlap,
-        overlap_directions=config.overlap_directions,
-        context=config.context,
-        reduce=reduce,
-    )
+    return Layout(mesh, resolved, config, reduce)
 
 
 def is_param(leaf: Any) -> bool:

@@ -108,7 +108,7 @@ def entrance_sent(width: int, runs: LayerRuns, layout: Layout) -> Iterator[Traff
     gathers n forward and once more for the weights' gradients, and reduce-scatters n backward
     (2205.05198). A recomputation's gather is that of the backward pass, but for branches.
     """
-    if layout.sequence_parallel:
+    if layout.config.sequence_parallel:
         gathers = 2 * runs.passes + (runs.again if runs.branch else 0)
         yield from _moved(gathers, runs.passes, width, runs, layout)
 
@@ -120,7 +120,7 @@ def exit_sent(width: int, runs: LayerRuns, layout: Layout, again: float = 0) -> 
     all-reduces (1909.08053).
     """
     gathers, scatters = runs.passes * (2 if runs.apart else 1), runs.passes + again
-    if layout.sequence_parallel:
+    if layout.config.sequence_parallel:
         yield from _moved(gathers, scatters, width, runs, layout)
     else:
         n = width * runs.tokens(layout) * runs.itemsize * (gathers + scatters)
@@ -132,7 +132,7 @@ def _moved(
 ) -> Iterator[Traffic]:
     """Collective matmul (doi 10.1145/3567955.3567959) sends the same in N-1 permutes of n/N."""
     n = width * runs.tokens(layout) * runs.itemsize
-    if layout.overlap:
+    if layout.config.overlap != "none":
         yield ring("collective matmul", PERMUTE, ["tensor"], (gathers + scatters) * n, layout)
     else:
         yield ring("activations", ALL_GATHER, ["tensor"], gathers * n, layout)
@@ -401,14 +401,14 @@ def _gather_matmul(
     """`function(cut, whole)` -> (ys, sums) once cut[B, S_{context,tensor}, ...] is gathered like
     whole[B, S_context, ...]: ys have a row for each token, sums add their products up.
     """
-    if plan.axis and plan.layout.overlap:
+    if plan.axis and plan.layout.config.overlap != "none":
         return gather_matmul(function, cut, whole, plan.axis, SEQUENCE, plan.layout)
     return function(_gather(cut, plan), whole)
 
 
 def _matmul_scatter(function: Callable[[Any], Any], whole: Any, plan: _Plan) -> Any:
     """`function(whole[B, S_context, ...])`{partial over tensor} -> [B, S_{context,tensor}, ...]."""
-    if plan.axis and plan.layout.overlap:
+    if plan.axis and plan.layout.config.overlap != "none":
         return matmul_scatter(function, whole, plan.axis, SEQUENCE, plan.layout)
     return _scatter(function(whole), plan)
 
@@ -429,7 +429,7 @@ def _move(collective: Callable[..., jax.Array], tree: Any, plan: _Plan) -> Any:
     """Without sequence parallelism S is whole on all of tensor: an entrance moves nothing, an exit
     and its transpose all-reduce.
     """
-    if plan.layout.sequence_parallel:
+    if plan.layout.config.sequence_parallel:
         axes = plan.axis or ()
         return jax.tree.map(lambda a: collective(a, axes, SEQUENCE, plan.layout), tree)
     return all_reduce(tree, plan.leave or (), plan.layout)

@@ -201,10 +201,10 @@ def _refuse_permutes(
             f"mesh.context={sizes['context']} sends by permutes; write layout.context=all_gather "
             f"or ulysses{other}"
         )
-    if layout.overlap and sizes["tensor"] > 1:
+    if layout.overlap != "none" and sizes["tensor"] > 1:
         raise ValueError(
-            f"{branches} part in it: layout.overlap=true on mesh.tensor={sizes['tensor']} sends by "
-            f"permutes; write layout.overlap=false{other}"
+            f"{branches} part in it: layout.overlap={layout.overlap} on "
+            f"mesh.tensor={sizes['tensor']} sends by permutes; write layout.overlap=none{other}"
         )
 
 

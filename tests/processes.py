@@ -16,20 +16,20 @@ from dataclasses import dataclass
 START = """
 import os, signal, sys, time
 import jax, numpy as np
-from meshwright.trainer.config import DeviceConfig
+from meshwright.trainer.config import Config, DeviceConfig, LaunchConfig, TrainConfig
 from meshwright.trainer.runtime.devices import prepare_devices
 from meshwright.trainer.runtime.processes import (
     any_process, end_processes, is_first, make_agree, on_first, watch
 )
 
-config = DeviceConfig(
+launch = LaunchConfig(
     coordinator="127.0.0.1:" + sys.argv[1],
     process_id=int(sys.argv[2]),
     process_count=int(sys.argv[3]),
-    cpu_devices=int(sys.argv[4]),
     timeout=float(sys.argv[5]),
-    compile_cache=None,
 )
+device = DeviceConfig(cpu_devices=int(sys.argv[4]), compile_cache=None)
+config = Config(device=device, launch=launch, train=TrainConfig(batch_size=120))
 prepare_devices(config)
 """
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from ..sharding.keys import check_local, user_path
 from ..sharding.pipeline.schedules import NAMES, UNIFORM
-from .config import Config, DeviceConfig
+from .config import Config, DeviceConfig, LaunchConfig
 from .config.load import ConfigError, check_text, describe, load, presets, schema
 from .runtime.streams import open_streams
 from .sampling import Sampling
@@ -202,7 +202,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
     check_local(options.path)
     path = Path(options.path)
     if options.action == "verify":
-        _start(Config(device=DeviceConfig(platform="cpu", process_count=1)))
+        _start(Config(device=DeviceConfig(platform="cpu"), launch=LaunchConfig(process_count=1)))
         from .checkpoint.restore import verify_checkpoints
 
         whole = True
@@ -228,7 +228,7 @@ def _start(config: Config) -> Config:
     """Start JAX on the devices of a config that is known to be good."""
     from .runtime.devices import prepare_devices
 
-    prepare_devices(config.device)
+    prepare_devices(config)
     return config
 
 

@@ -127,7 +127,8 @@ def generate(
 
     compute = DTYPES[config.precision.compute]
     # a single token cannot be cut over tensor
-    layout = replace(layout, sequence_parallel=False, overlap=False)
+    single = replace(layout.config, sequence_parallel=False, overlap="none")
+    layout = replace(layout, config=single)
     plan = _Plan(layout, config.model, compute, vocab_size)
     counts = np.asarray(lengths + [0] * (rows - len(prompts)), np.int32)
     numbers = np.arange(rows, dtype=np.int32)

@@ -140,7 +140,7 @@ def train(config: Config) -> Result:
 @contextmanager
 def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
     """The run's folder, files and devices, ready to go on from the state that comes with them."""
-    prepare_devices(config.device)
+    prepare_devices(config)
     check_same_config(config)
     if not config.checkpoint.required and jax.process_count() > 1:
         raise ValueError(
@@ -156,7 +156,7 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
     store = open_shared_data(config, tokenizer_of(folder if expected else None, config))
     with (
         stop_on_signals(config.checkpoint.grace) as stop,
-        watch(config.device.timeout) as phase,
+        watch(config.launch.timeout) as phase,
         report_steps(config.train.steps, config.log.every, quiet=not is_first()) as reporter,
         ExitStack() as lock,
     ):

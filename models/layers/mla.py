@@ -97,7 +97,7 @@ def _project(p: Mla, x: jax.Array, layer: Layer, inputs: LayerInputs) -> Project
     kv, *rest = linear(x, down, layout, input_name="attention.norm", name="attention.latent")
     latent = rms_norm(kv[..., : mla.kv_rank], p.kv_norm, config.norm_eps)
     key = kv[..., mla.kv_rank :]
-    if layout.sequence_parallel:
+    if layout.config.sequence_parallel:
         key = all_gather(key, "tensor", SEQUENCE, layout)
 
     whole = [weight for weight in (p.q, p.gate) if weight is not None]
@@ -181,7 +181,7 @@ def _sent(config: ModelConfig, layer: Layer, runs: LayerRuns, layout: Layout) ->
     for width in entering:
         yield from entrance_sent(width, runs, layout)
     yield from exit_sent(config.d_model, runs, layout, again=exit_again(config, runs))
-    if layout.sequence_parallel:
+    if layout.config.sequence_parallel:
         n = runs.tokens(layout) * mla.rope_dim * runs.itemsize
         yield ring("shared key", ALL_GATHER, ["tensor"], n * (runs.passes + runs.again), layout)
         yield ring("shared key", REDUCE_SCATTER, ["tensor"], n * runs.passes, layout)

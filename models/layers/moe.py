@@ -99,8 +99,8 @@ def _experts(
 ) -> tuple[jax.Array, jax.Array]:
     """What the chosen experts make of x, in x's layout, and the rounds of exchange it took."""
     tree, apart = (x, routed.experts, routed.gates), "tensor" in layout.axes("expert")
-    gathers = layout.sequence_parallel and not apart
-    slices = apart and not layout.sequence_parallel
+    gathers = layout.config.sequence_parallel and not apart
+    slices = apart and not layout.config.sequence_parallel
     if gathers:
         tree = jax.tree.map(lambda a: all_gather(a, "tensor", SEQUENCE, layout), tree)
     rows, tokens = tree[0].shape[:2]
@@ -164,7 +164,7 @@ def _tally(
     """
     config, layout = inputs.config.moe, inputs.layout
     assert config.experts is not None
-    copies = 1 if layout.sequence_parallel else layout.size("tensor")
+    copies = 1 if layout.config.sequence_parallel else layout.size("tensor")
     load, dropped = count_choices(routed.chosen, config.experts), routed.dropped
     if copies > 1:
         first = axis_index("tensor", layout) == 0
@@ -247,7 +247,7 @@ def _sent(config: ModelConfig, layer: Layer, runs: LayerRuns, layout: Layout) ->
         yield from swiglu_sent(config, runs, layout, read_again=config.norm != "pre")
     width, whole = moe.experts_per_token, runs.tokens(layout)
     small, x = 4 * whole * width, whole * config.d_model * runs.itemsize
-    apart, sequence = "tensor" in axes, layout.sequence_parallel
+    apart, sequence = "tensor" in axes, layout.config.sequence_parallel
     times, again = runs.passes, runs.again
     read_again = again if config.norm != "pre" else 0
     if sequence and not apart:

@@ -191,7 +191,7 @@ def squared_log_partition(logits: jax.Array, real: jax.Array) -> jax.Array:
 
 def own_tokens(a: Any, layout: Layout) -> Any:
     """A[B, S_context] -> A[B, S_{context,tensor}], of what the batch gives a whole tensor group."""
-    if not layout.sequence_parallel:
+    if not layout.config.sequence_parallel:
         return a
     size = a.shape[1] // layout.size("tensor")
     return lax.dynamic_slice_in_dim(a, axis_index("tensor", layout) * size, size, axis=1)

@@ -31,7 +31,7 @@ CONFIG = (
 def main() -> int:
     rounds = parse_rounds(__doc__, default=3)
     config = load("small", *CONFIG)
-    prepare_devices(config.device)
+    prepare_devices(config)
     layout = lay_out(config)
     state = init_state(config, layout)
     batch = jax.device_put(random_batch(config), layout.sharding(layout.batch_spec()))

@@ -40,7 +40,7 @@ COMPARED = (
     ("fsdp=8: zero 3 / zero 0", "mesh.fsdp=8 layout.zero=3", "mesh.fsdp=8 layout.zero=0", 1.25),
     (
         "fsdp=2 tensor=4: overlap / none",
-        "mesh.fsdp=2 mesh.tensor=4 layout.overlap=true",
+        "mesh.fsdp=2 mesh.tensor=4 layout.overlap=ring",
         "mesh.fsdp=2 mesh.tensor=4",
         None,
     ),

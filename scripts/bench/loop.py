@@ -58,7 +58,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         cache = f"device.compile_cache={folder}/programs"
         config = load("tiny", f"train.steps={STEPS}", f"run.dir={folder}/runs", cache)
-        prepare_devices(config.device)
+        prepare_devices(config)
         step = bare_step(config)
         times = [
             (train_times(config, f"run-{number}")[WARM_UP:], bare_times(step)[WARM_UP:])

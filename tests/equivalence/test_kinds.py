@@ -64,7 +64,7 @@ MODELS = {"local_global": LOCAL_GLOBAL, "latent": LATENT, "mixed": MIXED}
 ANY_MODEL = (
     "mesh.data=2 mesh.fsdp=2 mesh.tensor=2",
     "mesh.fsdp=4 mesh.tensor=2 layout.zero=2 layout.sequence_parallel=false train.microbatches=4",
-    "mesh.tensor=4 layout.overlap=true remat.policy=full",
+    "mesh.tensor=4 layout.overlap=ring remat.policy=full",
     "mesh.context=4 layout.context=zigzag mesh.tensor=2 remat.policy=selective",
     "mesh.context=4 layout.context=usp mesh.fsdp=2",
     "mesh.pipe=2 mesh.data=2 mesh.tensor=2 train.microbatches=4 layout.schedule=gpipe",

@@ -62,12 +62,12 @@ def test_the_cover_holds_every_pair_that_eight_devices_allow():
     pairs.remove((("layout.context", "zigzag"), ("layout.schedule", "zb_h1")))
     pairs -= {(("mesh.tensor", "4"), ("layout.context", mode)) for mode in ("ulysses", "usp")}
     pairs.remove((("mesh.context", "8"), ("layout.context", "ulysses")))
-    pairs.remove((("layout.sequence_parallel", "false"), ("layout.overlap", "true")))
+    pairs.remove((("layout.sequence_parallel", "false"), ("layout.overlap", "ring")))
     assert {
         pair for layout in cover() for pair in combinations(choices_of(layout).items(), 2)
     } == pairs
     ways = {tuple(choices_of(layout)[key] for key in verify.TOGETHER) for layout in cover()}
-    modes = ("true", "false"), ("true", "true"), ("false", "false")
+    modes = ("true", "none"), ("true", "ring"), ("false", "none")
     assert ways == {(tensor, *mode) for tensor in "124" for mode in modes}
     assert len(set(cover())) == len(cover())
     for layout in cover():
@@ -91,7 +91,7 @@ def test_every_stage_of_zero_on_every_data_and_fsdp_of_eight(zero):
     accumulated = f"layout.zero={zero} train.microbatches=4"
     layouts = [
         *(f"mesh.data={8 // n} mesh.fsdp={n} {accumulated}" for n in (1, 2, 4, 8)),
-        f"mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=true {accumulated}",
+        f"mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=ring {accumulated}",
     ]
     results = list(verify.compare(make_config(*SMALL, "train.batch_size=32"), layouts))
     assert [result.layout for result in results if result.equal] == layouts
@@ -121,8 +121,8 @@ TIED = (
         (RICH, "mesh.data=2 mesh.tensor=4 layout.zero=2"),
         (TIED, "mesh.fsdp=2 mesh.tensor=4 layout.sequence_parallel=false train.microbatches=2"),
         (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.rules.embed=[data,fsdp]"),
-        (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=true remat.policy=full"),
-        (RICH, "mesh.fsdp=2 mesh.tensor=4 layout.overlap=true layout.overlap_directions=2"),
+        (TIED, "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 layout.overlap=ring remat.policy=full"),
+        (RICH, "mesh.fsdp=2 mesh.tensor=4 layout.overlap=bidirectional"),
         (RICH, "mesh.context=4 mesh.tensor=2 layout.context=zigzag layout.zero=2"),
         (RICH, "mesh.context=2 mesh.tensor=2 layout.context=ulysses model.attention_block=3"),
         (TIED, "mesh.fsdp=2 mesh.context=4 layout.context=usp train.microbatches=2"),

@@ -38,7 +38,7 @@ from runs import SMALL, first_devices, make_config, random_params, train
 OPTIMIZERS = {
     "adamw": (),
     "lion": ("optimizer.b2=0.99",),
-    "adafactor": ("optimizer.factor_from=8",),
+    "adafactor": ("optimizer.min_dim_size_to_factor=8",),
     "sgd": ("optimizer.momentum=0.9", "optimizer.nesterov=true"),
     "muon": (),
     "lamb": (),

@@ -276,9 +276,9 @@ def test_activations_of_1f1b_do_not_grow_with_micro_batches_and_those_of_gpipe_d
             "layout.context=all_gather or ulysses",
         ),
         (
-            ("mesh.pipe=2", "mesh.tensor=2", "layout.schedule=zb_h2", "layout.overlap=true"),
-            "layout.schedule=zb_h2 .* layout.overlap=true on mesh.tensor=2 .*; write "
-            "layout.overlap=false",
+            ("mesh.pipe=2", "mesh.tensor=2", "layout.schedule=zb_h2", "layout.overlap=ring"),
+            "layout.schedule=zb_h2 .* layout.overlap=ring on mesh.tensor=2 .*; write "
+            "layout.overlap=none",
         ),
         (
             ("model.layers=4", "mesh.pipe=2", "layout.schedule=dualpipe_v"),

@@ -25,11 +25,11 @@ from runs import collectives, layout_on, shard_map
 
 B, D, H, E, F = 4, 12, 8, 2, 16
 CHUNK = 3  # tokens of one device: odd
-DIRECTIONS = pytest.mark.parametrize("directions", [1, 2])
+DIRECTIONS = pytest.mark.parametrize("directions", ["ring", "bidirectional"])
 
 
 def overlapped(directions, dims=(), **keys):
-    return layout_on(dims, overlap=True, overlap_directions=directions, **keys)
+    return layout_on(dims, overlap=directions, **keys)
 
 
 @DIRECTIONS
@@ -102,10 +102,10 @@ def test_permutes_and_products_do_not_wait_for_each_other(size, directions):
         hops = []
         for name, _, needs in found:
             hops.append(max((hops[i] for i in needs), default=0) + (name == "ppermute"))
-        assert max(hops) == (size - 1 if directions == 1 else size // 2)
+        assert max(hops) == (size - 1 if directions == "ring" else size // 2)
     assert all(kinds <= {"ppermute"} for name, kinds, _ in gathering if name == "ppermute")
     assert not any(kinds for name, kinds, _ in scattering if name == "dot_general")
-    if directions == 1:  # in the order of the program as well
+    if directions == "ring":  # in the order of the program as well
         both = ["ppermute", "dot_general"] * (size - 1)
         assert [name for name, *_ in gathering] == [*both, "dot_general"]
         assert [name for name, *_ in scattering] == ["dot_general", *both]
@@ -171,7 +171,7 @@ def test_linear_is_gather_then_product(tensor, directions):
     def close(a, b):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
-    found = layer_gradients(tensor, overlap=True, overlap_directions=directions)
+    found = layer_gradients(tensor, overlap=directions)
     jax.tree.map(close, found, layer_gradients(tensor))
 
 
@@ -179,7 +179,7 @@ def test_linear_is_gather_then_product(tensor, directions):
 def test_bf16_is_as_near_f32_as_gather_then_product(directions):
     """Over 8 hops, each of which rounds the travelling sum."""
     exact, expected = layer_gradients(8), layer_gradients(8, jnp.bfloat16)
-    found = layer_gradients(8, jnp.bfloat16, overlap=True, overlap_directions=directions)
+    found = layer_gradients(8, jnp.bfloat16, overlap=directions)
 
     def near(a, b, exact):
         assert a.dtype == b.dtype
@@ -249,13 +249,6 @@ def test_no_gathered_sequence_and_no_gathered_weight_is_kept(directions):
 
 
 def test_overlap_needs_sequence_parallelism():
-    message = r"layout\.overlap=true needs layout\.sequence_parallel=true.* write .*=false or"
+    message = r"layout\.overlap=ring needs layout\.sequence_parallel=true.* write .*=none or"
     with pytest.raises(ValueError, match=message):
-        LayoutConfig(overlap=True, sequence_parallel=False)
-    for directions in (0, 3, True):
-        with pytest.raises(ValueError, match="overlap_directions"):
-            LayoutConfig(overlap=True, overlap_directions=directions)
-    with pytest.raises(
-        ValueError, match=r"directions=2 is not read by layout\.overlap=false; write"
-    ):
-        LayoutConfig(overlap_directions=2)
+        LayoutConfig(overlap="ring", sequence_parallel=False)

@@ -37,7 +37,7 @@ def make_param(rng, axes, *shape, role="matrix"):
 
 
 def activation_spec(layout):
-    return P(ZERO_AXES, "tensor" if layout.sequence_parallel else None)
+    return P(ZERO_AXES, "tensor" if layout.config.sequence_parallel else None)
 
 
 def gradients(share, layout, params, x, *rest):
@@ -102,10 +102,10 @@ def test_linear_is_the_plain_product(kv_heads, name):
     params, rng = sublayer_params(kv_heads), np.random.default_rng(1)
     x, weight = rng.normal(size=(2, B, S, D)).astype(np.float32)
     spec = activation_spec(layout)
-    copies = 1 if layout.sequence_parallel else layout.size("tensor")
+    copies = 1 if layout.config.sequence_parallel else layout.size("tensor")
 
     def share(p, x, weight):
-        if layout.sequence_parallel and layout.size("tensor") > 1:
+        if layout.config.sequence_parallel and layout.size("tensor") > 1:
             tokens = x.shape[1]
             weight = lax.dynamic_slice_in_dim(weight, lax.axis_index("tensor") * tokens, tokens, 1)
         return jnp.sum(sublayer(p, x, layout) * weight) / copies

@@ -1,4 +1,6 @@
-"""A model small enough to compile in seconds, and one whole run of it that several files read."""
+"""A model small enough to compile in seconds, and one whole run of it that several files read; a
+start of several processes without any.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import contextlib
 import io
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
-from meshwright.trainer.config import Config
+from meshwright.trainer.config import Config, DeviceConfig, LaunchConfig, launch
 from meshwright.trainer.config.load import override
 from meshwright.trainer.loop import train
+from meshwright.trainer.runtime.processes import start_processes
 
 SMALL = (
     *("model.layers=2", "model.d_model=16", "model.heads=4", "model.kv_heads=2", "model.d_ff=24"),
@@ -55,3 +59,31 @@ def run(small_config, corpus, tmp_path_factory):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = train(config)
     return SimpleNamespace(config=config, result=result, folder=result.folder, printed=printed)
+
+
+def started_by(platform=None, cpu_devices=None, **settings) -> Config:
+    device = DeviceConfig(platform=platform, cpu_devices=cpu_devices)
+    return Config(device=device, launch=LaunchConfig(**settings))
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Calls `start_processes` and gives what JAX was to be started with; None: not at all."""
+
+    def start(environ, packages=(), **settings):
+        calls = []
+        monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
+        monkeypatch.setattr(jax.config, "update", lambda *setting: calls.append(setting))
+        monkeypatch.setattr(
+            launch.importlib.util, "find_spec", lambda name: name if name in packages else None
+        )
+        start_processes(started_by(**settings), environ)
+        if not calls:
+            return None
+        preemption, options = calls
+        assert preemption == ("jax_enable_preemption_service", False)
+        limits = {options.pop(name) for name in list(options) if "timeout" in name}
+        assert limits == {int(settings.get("timeout", 300)) + 60}  # ours come first
+        return options
+
+    return start

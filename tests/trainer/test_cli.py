@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from meshwright.trainer.cli import main
-from meshwright.trainer.config.load import load, schema, to_yaml
+from meshwright.trainer.config.load import load, override, schema, to_yaml
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def calls(monkeypatch):
 def test_train_prepares_devices_first(calls):
     assert main(["train", "tiny", "mesh.fsdp=1", "mesh.data=4"]) == 0
     config = load("tiny", "mesh.fsdp=1", "mesh.data=4")
-    assert calls.list == [("prepare_devices", config.device), ("train", config)]
+    assert calls.list == [("prepare_devices", config), ("train", config)]
 
 
 def test_eval_takes_the_config_of_the_run(calls, tmp_path, capsys):
@@ -47,7 +47,7 @@ def test_eval_takes_the_config_of_the_run(calls, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert main(["eval", str(tmp_path), "mesh.data=1"]) == 0
     assert calls.list == [
-        ("prepare_devices", config.device),
+        ("prepare_devices", override(config, "mesh.data=1")),
         ("evaluate_run", str(tmp_path), ["mesh.data=1"]),
     ]
     assert capsys.readouterr().out == "eval_loss 1.5\n"

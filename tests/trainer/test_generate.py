@@ -32,7 +32,7 @@ EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 LAYOUTS = (
     EIGHT,
     ("mesh.fsdp=8",),
-    ("mesh.tensor=4", "layout.zero=0", "layout.overlap=true"),  # two kv heads
+    ("mesh.tensor=4", "layout.zero=0", "layout.overlap=ring"),  # two kv heads
     ("mesh.data=8", "layout.zero=1"),
     ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "layout.context=zigzag"),
 )

@@ -56,7 +56,7 @@ def open_run(
     config = config_of(path, *one_piece, *overrides)
     if config.model != stored.model:
         raise ValueError(f"model: {path} holds the parameters of its own; leave model.… out")
-    prepare_devices(config.device)
+    prepare_devices(config)
     check_same_config(config, command)
     layout = lay_out(config)
     fallback = config.checkpoint.fallback

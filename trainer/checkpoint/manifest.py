@@ -21,7 +21,7 @@ from ..config.load import from_yaml, load, override
 from ..data.tokenizer import tokenizer_digest
 from ..log.metrics import lines_until
 
-VERSION = 3
+VERSION = 4
 
 
 class DamagedError(RuntimeError):

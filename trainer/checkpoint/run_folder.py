@@ -145,8 +145,8 @@ def as_one_process(config: Config, processes: int) -> Config:
     """
     device = config.device
     simulated = None if device.cpu_devices is None else device.cpu_devices * processes
-    launch = {"coordinator": None, "process_id": None, "process_count": None}
-    return replace(config, device=replace(device, cpu_devices=simulated, **launch))
+    alone = replace(config.launch, coordinator=None, process_id=None, process_count=None)
+    return replace(config, device=replace(device, cpu_devices=simulated), launch=alone)
 
 
 def compare(before: Config, now: Config) -> list[str]:

@@ -73,8 +73,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(config.keep), *best]),
             todelete_subdir=self._old.name,  # a folder that is deleted in place is half there
-            enable_async_checkpointing=config.background,
-            async_options=ocp.AsyncOptions(timeout_secs=int(self._config.device.timeout) + 1),
+            enable_async_checkpointing=config.asynchronous,
+            async_options=ocp.AsyncOptions(timeout_secs=int(self._config.launch.timeout) + 1),
         )
         self._links.close()
         (self._run / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class Checkpoints:
 
     def save(self, step: int, state: State) -> None:
         """Copy the state off the devices and write it under the label `step`; with
-        checkpoint.background=false, wait until it is written.
+        checkpoint.asynchronous=false, wait until it is written.
 
         Raises CheckpointError as `check` does, also for the save before, which it waits for.
         """
@@ -116,7 +116,7 @@ class Checkpoints:
             self._failed(step, error)
             return
         self._pending = step
-        if not self._config.checkpoint.background:
+        if not self._config.checkpoint.asynchronous:
             self.wait()
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from .checkpoint import CheckpointConfig
 from .data import SMALLEST_VOCABULARY, DataConfig
 from .device import DeviceConfig, LogConfig
+from .launch import LaunchConfig
 from .optimizer import BF16_STEP, GroupConfig, OptimizerConfig, RuleSettings
 from .precision import PrecisionConfig
 from .run import AUTO, RunConfig, TrainConfig
@@ -17,6 +18,7 @@ __all__ = [
     "DataConfig",
     "DeviceConfig",
     "GroupConfig",
+    "LaunchConfig",
     "LogConfig",
     "OptimizerConfig",
     "PrecisionConfig",

@@ -37,7 +37,7 @@ class CheckpointConfig:
             "from; null: random ones"
         ),
     ] = None
-    background: Annotated[
+    asynchronous: Annotated[
         bool, Field(description="write while training goes on; false: training waits")
     ] = True
     required: Annotated[

@@ -381,6 +381,14 @@ RENAMED = {
     "model.balance": "model.moe.aux_loss_over",
     "model.router_z_loss": "model.moe.z_loss",
     "model.balance_bias": "model.moe.bias_update_rate",
+    "layout.overlap_directions": "layout.overlap",
+    "optimizer.warmup_tokens": "optimizer.warmup",
+    "optimizer.factor_from": "optimizer.min_dim_size_to_factor",
+    "checkpoint.background": "checkpoint.asynchronous",
+    "device.coordinator": "launch.coordinator",
+    "device.process_id": "launch.process_id",
+    "device.process_count": "launch.process_count",
+    "device.timeout": "launch.timeout",
 }
 """What keys were once called -> their names."""
 

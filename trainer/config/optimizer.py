@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from ...sharding.keys import INT32, STRICT, ReadWhen, check_read
 
@@ -50,8 +52,21 @@ class RuleSettings(NamedTuple):
     eps: float = 1e-8
     momentum: float = 0.0
     nesterov: bool = False
-    factor_from: int = 128
+    min_dim_size_to_factor: int = 128
     final_ratio: float = 0.1
+
+
+TOKENS = "tokens"
+"""Behind a number: what it counts."""
+
+
+def _check_warmup(value: Any) -> Any:
+    updates = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if updates or isinstance(value, str) and re.fullmatch(rf"[1-9][0-9]{{0,17}}{TOKENS}", value):
+        return value
+    raise PydanticCustomError(
+        "warmup", "should be a number of updates, or of tokens as in 2000000tokens"
+    )
 
 
 BF16_STEP = 2**-8
@@ -69,13 +84,14 @@ class OptimizerConfig:
         Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"],
         Field(description="shape of the rate after warm-up"),
     ] = "cosine"
-    warmup: Annotated[int, Field(ge=0, description="updates of linear warm-up"), INT32] = 0
-    warmup_tokens: Annotated[
-        int | None,
+    warmup: Annotated[
+        int | str,
+        BeforeValidator(_check_warmup),
         Field(
-            gt=0, description="tokens of linear warm-up, padding included; null: optimizer.warmup"
+            description="length of linear warm-up in updates, or in tokens, padding included, as "
+            "in 2000000tokens"
         ),
-    ] = None
+    ] = 0
     cooldown: Annotated[
         int | None,
         Field(gt=0, description="updates of the final decay of wsd; null: a fifth of train.steps"),
@@ -134,7 +150,7 @@ class OptimizerConfig:
         Field(description="sgd, adamw, lamb: Nesterov's momentum; null: false. muon always has it"),
         ReadWhen("name", ("sgd", "adamw", "lamb")),
     ] = None
-    factor_from: Annotated[
+    min_dim_size_to_factor: Annotated[
         int | None,
         Field(
             gt=0,
@@ -160,11 +176,6 @@ class OptimizerConfig:
     ] = 1.0
 
     def __post_init__(self) -> None:
-        if self.warmup and self.warmup_tokens is not None:
-            raise ValueError(
-                f"optimizer.warmup={self.warmup} and optimizer.warmup_tokens={self.warmup_tokens} "
-                f"say the same thing; write one of them"
-            )
         check_read(self, "optimizer")
         momentum = "null" if self.momentum is None else self.momentum
         if self.name == "sgd" and self.nesterov and not self.momentum:
@@ -205,10 +216,10 @@ class OptimizerConfig:
         return usual._replace(**{key: v for key, v in values.items() if v is not None})
 
     def warmup_updates(self, tokens_per_update: int) -> int:
-        """Updates of warm-up, the last one begun by optimizer.warmup_tokens counted whole."""
-        if self.warmup_tokens is None:
+        """Updates of warm-up, the last one begun where it is counted in tokens."""
+        if isinstance(self.warmup, int):
             return self.warmup
-        return -(-self.warmup_tokens // tokens_per_update)
+        return -(-int(self.warmup.removesuffix(TOKENS)) // tokens_per_update)
 
     def cooldown_updates(self, steps: int) -> int:
         """Updates of wsd's final decay in a run of `steps`."""

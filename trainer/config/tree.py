@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import field
 
 from pydantic.dataclasses import dataclass
@@ -16,6 +17,7 @@ from ...sharding.rules import Dim, mesh_sizes, resolve
 from .checkpoint import CheckpointConfig
 from .data import SMALLEST_VOCABULARY, DataConfig
 from .device import DeviceConfig, LogConfig
+from .launch import LaunchConfig, find_scheduler
 from .optimizer import GroupConfig, OptimizerConfig
 from .precision import PrecisionConfig
 from .run import AUTO, RunConfig, TrainConfig
@@ -35,6 +37,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
         """What sections must agree on; what needs the real devices is checked when JAX is up."""
@@ -44,7 +47,7 @@ class Config:
                 f"run.name={AUTO} begins a new run each time, which checkpoint.resume="
                 f"{self.checkpoint.resume} cannot go on with; write the name of the run"
             )
-        stated = self.device.stated_devices()
+        stated = self.stated_devices()
         devices = math.prod(stated.values()) if stated else None
         if devices is None and -1 not in self.mesh.sizes().values():
             devices = math.prod(self.mesh.sizes().values())
@@ -99,8 +102,8 @@ class Config:
         warmup = optimizer.warmup_updates(train.tokens_per_update)
         if warmup >= 2**31:
             raise ValueError(
-                f"optimizer.warmup_tokens={optimizer.warmup_tokens} are {warmup} updates; write "
-                f"fewer than 2147483648 of them"
+                f"optimizer.warmup={optimizer.warmup} are {warmup} updates; write fewer than "
+                f"2147483648 of them"
             )
         pieces, written = 1, f"model.layers={self.model.layers}"
         if (schedule := self.pipeline()) is not None:
@@ -121,9 +124,9 @@ class Config:
                 )
         cooldown = optimizer.cooldown_updates(train.steps)
         if optimizer.schedule == "wsd" and warmup + cooldown > train.steps:
-            written = f"optimizer.warmup={warmup}"
-            if optimizer.warmup_tokens is not None:
-                written = f"optimizer.warmup_tokens={optimizer.warmup_tokens}, {warmup} updates,"
+            written = f"optimizer.warmup={optimizer.warmup}"
+            if written != f"optimizer.warmup={warmup}":
+                written += f", {warmup} updates,"
             raise ValueError(
                 f"{written} and optimizer.cooldown={cooldown} "
                 f"are together longer than train.steps={train.steps}"
@@ -138,6 +141,19 @@ class Config:
                 f"model.vocab_size={self.model.vocab_size}: data.tokenizer={data.tokenizer} "
                 f"needs at least {SMALLEST_VOCABULARY}, 256 bytes and end-of-text"
             )
+
+    def stated_devices(self) -> dict[str, int]:
+        """Config keys whose product is the number of devices over all processes; none: unknown, as
+        where a scheduler decides how many processes simulate device.cpu_devices each.
+        """
+        device, processes = self.device, self.launch.process_count
+        if device.count is not None:
+            return {"device.count": device.count}
+        scheduled = processes is None and find_scheduler(os.environ, on_tpu=False) is not None
+        if device.cpu_devices is None or scheduled:
+            return {}
+        stated = {"device.cpu_devices": device.cpu_devices}
+        return stated if processes in (None, 1) else stated | {"launch.process_count": processes}
 
     def pipeline(self) -> Schedule | None:
         """The checked table by which micro-batches pass the stages; None of one stage."""

@@ -108,7 +108,7 @@ def make_plan(config: Config, devices: Sequence[Any]) -> Plan:
         name=config.run.name,
         mesh={axis: size for axis, size in layout.mesh.shape.items() if size > 1},
         device=devices[0].device_kind,
-        zero=layout.zero,
+        zero=layout.config.zero,
         held=tuple(holdings(config, layout)),
         moved=moved,
         unexplained=sum(max(0, row.sent - row.formula) for row in moved),
@@ -154,7 +154,7 @@ def holdings(config: Config, layout: Layout) -> Iterator[Held]:
         ("optimizer state", (state.opt, state.average), layout.state_spec, 1),
         ("gradient sums", state.params, layout.accumulator_spec, 2),
     ):
-        shards = layout.size(zero_axes) if layout.zero >= stage else 1
+        shards = layout.size(zero_axes) if layout.config.zero >= stage else 1
         rows: dict[str, list[tuple[int, tuple[str, ...], float]]] = defaultdict(list)
         for param in filter(is_param, jax.tree.leaves(tree, is_leaf=is_param)):
             for leaf in jax.tree.leaves(param):

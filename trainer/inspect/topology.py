@@ -12,7 +12,7 @@ from typing import Any
 from ..config import Config, DeviceConfig
 from ..config.load import ConfigError, override
 
-ALONE = "device.coordinator=null", "device.process_id=null", "device.process_count=1"
+ALONE = "launch.coordinator=null", "launch.process_id=null", "launch.process_count=1"
 """Overrides of a config that is looked at by one process, whatever a scheduler says."""
 
 WITHOUT_TPU = {
@@ -43,14 +43,15 @@ def prepare_target(config: Config, target: str) -> tuple[Config, list[Any]]:
     from ..runtime.devices import prepare_devices
 
     if topology:
-        prepare_devices(DeviceConfig(platform="cpu", compile_cache=config.device.compile_cache))
+        cache = config.device.compile_cache
+        prepare_devices(Config(device=DeviceConfig(platform="cpu", compile_cache=cache)))
         devices = topology_devices(target)
         there = "device.platform=null", "device.cpu_devices=null", f"device.count={len(devices)}"
         return override(config, *ALONE, *there), devices
     if target == "cpu":
         config = on_simulated_devices(config)
     config = override(config, *ALONE)
-    prepare_devices(config.device)
+    prepare_devices(config)
     return config, jax.devices()
 
 
@@ -58,7 +59,7 @@ def on_simulated_devices(config: Config) -> Config:
     """`config` with as many simulated CPU devices as it is meant for. Raises ConfigError where it
     does not say.
     """
-    sizes, stated = config.mesh.sizes(), config.device.stated_devices()
+    sizes, stated = config.mesh.sizes(), config.stated_devices()
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
     if open_axis and not stated:
         raise ConfigError(

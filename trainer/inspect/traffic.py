@@ -171,7 +171,7 @@ def ends_traffic(config: Config, layout: Layout) -> Iterator[Traffic]:
     tokens = rows * train.seq_len // layout.size("context")
     n = tokens * model.d_model * jnp.dtype(DTYPES[config.precision.compute]).itemsize
     ends = 2 * train.microbatches
-    if layout.sequence_parallel:
+    if layout.config.sequence_parallel:
         yield ring("activations", ALL_GATHER, ["tensor"], ends * n, layout)
         yield ring("activations", REDUCE_SCATTER, ["tensor"], ends * n, layout)
     else:

@@ -53,7 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh.tensor": (1, 2, 4),
     "layout.zero": (3, 0, 1, 2),
     "layout.sequence_parallel": ("true", "false"),
-    "layout.overlap": ("false", "true"),
+    "layout.overlap": ("none", "ring"),
     "layout.context": ("ring", "zigzag", "ulysses", "all_gather", "usp"),
     "layout.schedule": ("1f1b", "gpipe", "interleaved", "zb_h1"),
     "train.microbatches": (1, 4),
@@ -61,7 +61,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """What the default cover varies: axes and options that change how a step is computed. The first of
 each is the reference's. Left to --layouts: selective and offloaded recomputation, layout.chunks,
-two directions of layout.overlap, dropout, and mesh.expert of a model without experts."""
+layout.overlap=bidirectional, dropout, and mesh.expert of a model without experts."""
 
 EXPERT_CHOICES: dict[str, tuple[Any, ...]] = {
     "mesh.expert": (1, 2, 4, 8),
@@ -102,7 +102,7 @@ ONE_DEVICE = (
 
 REFERENCE = (
     *ONE_DEVICE,
-    *("remat.names=null", "remat.every=1", "layout.overlap_directions=1", "layout.ulysses=null"),
+    *("remat.names=null", "remat.every=1", "layout.ulysses=null"),
     "layout.chunks=null",
     *(f"{key}={values[0]}" for key, values in CHOICES.items()),
 )
@@ -136,7 +136,7 @@ def verify(config: Config, layouts: str | Path | None = None) -> bool:
     """
     if layouts is not None:
         check_local(layouts, "--layouts ")
-    prepare_devices(config.device)
+    prepare_devices(config)
     if layouts is None:
         config = override(config, *REFERENCE)
         chosen = [*pairwise_cover(config), *possible_pipelines(config)]

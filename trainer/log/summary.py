@@ -19,7 +19,8 @@ from ..state import State, named_leaves, state_shardings
 def summarize(config: Config, layout: Layout, state: State) -> list[str]:
     """Lines for people; `state` may be abstract. Bytes are those at rest, between steps."""
     train, shardings = config.train, state_shardings(state, layout)
-    mesh = " · ".join(f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1)
+    sizes = [f"{axis}={size}" for axis, size in layout.mesh.shape.items() if size > 1]
+    mesh = f"{' · '.join(sizes) or 'one device'}, zero {config.layout.zero}"
     kinds = ", ".join(sorted({device.device_kind for device in layout.mesh.devices.flat}))
     tables = 1 if config.model.tie_embeddings else 2
     padded_rows = config.model.padded_vocab - config.model.vocab_size
@@ -34,7 +35,7 @@ def summarize(config: Config, layout: Layout, state: State) -> list[str]:
     factors = named_leaves(rate_factors(state.params, config.optimizer))
     whole = named_leaves(jax.tree.map(lambda s: s.is_fully_replicated, shardings.params))
     rows = {
-        "mesh": f"{mesh or 'one device'}, zero {layout.zero}, on {layout.mesh.size} × {kinds}",
+        "mesh": f"{mesh}, on {layout.mesh.size} × {kinds}",
         "parameters": f"{parameters:,}, and {padding:,} that pad the vocabulary",
         "at rest": f"{held[0]:,} + {held[1]:,} bytes per device, parameters + optimizer state",
         "dtypes": ", ".join(

@@ -29,17 +29,17 @@ class FactoredState:
 
 
 def scale_by_factored_rms(
-    factor_from: int, layout: Layout | None = None
+    min_dim_size: int, layout: Layout | None = None
 ) -> optax.GradientTransformation:
     """Adafactor's second moment (arXiv 1804.04235): of a matrix whose sides are at least
-    `factor_from` only row and column means are kept. Its decay at update t is 1 - t^-0.8.
+    `min_dim_size` only row and column means are kept. Its decay at update t is 1 - t^-0.8.
 
     On an unstacked matrix it is `optax.scale_by_factored_rms`; that one factors the two longest
     dims, layers and heads among them, and does not say which are left.
     """
 
     def first(param: nnx.Param) -> tuple[nnx.Param, ...]:
-        factored = is_factored(param, factor_from)
+        factored = is_factored(param, min_dim_size)
         return _row_and_column_means(param, None) if factored else (param,)
 
     def init(params: Any) -> Any:
@@ -62,10 +62,10 @@ def scale_by_factored_rms(
     return optax.GradientTransformation(init, update)
 
 
-def is_factored(param: nnx.Param, factor_from: int) -> bool:
+def is_factored(param: nnx.Param, min_dim_size: int) -> bool:
     pair = sides(param)
     sizes = [side_size(param.get_value(), side) for side in pair] if pair else [0]
-    return min(sizes) >= factor_from
+    return min(sizes) >= min_dim_size
 
 
 def _scale(layout: Layout | None, grad: nnx.Param, moments: tuple[nnx.Param, ...]) -> nnx.Variable:
@@ -94,7 +94,7 @@ def _mean(param: nnx.Param, dims: tuple[int, ...], layout: Layout | None) -> nnx
     return nnx.Param(mean, axes=axes, role=param.role)
 
 
-def adafactor_sent(param: nnx.Param, factor_from: int, layout: Layout) -> Iterator[Traffic]:
+def adafactor_sent(param: nnx.Param, min_dim_size: int, layout: Layout) -> Iterator[Traffic]:
     """All-reduces of a parameter: of a factored one the sums of its rows over the axes that cut
     columns, those of its columns over the axes that cut rows, and the mean of the row means; and
     of any two mean squares of each layer, of its update and of its own.
@@ -111,7 +111,7 @@ def adafactor_sent(param: nnx.Param, factor_from: int, layout: Layout) -> Iterat
     every = tuple(range(-count, 0))
     sums = [over(every)] * 2
     pair = sides(param)
-    if pair and is_factored(param, factor_from):
+    if pair and is_factored(param, min_dim_size):
         ins, outs = pair
         sums += [over(outs), over(ins)]
         sums.append((mesh_axes(param, ins, layout), over((*ins, *outs))[1]))

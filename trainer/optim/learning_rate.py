@@ -16,7 +16,7 @@ from ..config.load import show
 
 RATE_KEYS = (
     *("train.steps", "train.batch_size"),
-    *("optimizer.lr", "optimizer.schedule", "optimizer.warmup", "optimizer.warmup_tokens"),
+    *("optimizer.lr", "optimizer.schedule", "optimizer.warmup"),
     *("optimizer.cooldown", "optimizer.final_ratio"),
 )
 """Keys that the rate depends on and that may change when a run resumes."""
@@ -99,10 +99,9 @@ def _constant(config: Config, rate: float, done: int) -> str:
     """The overrides with which every update after `done` has that rate."""
     optimizer = config.optimizer
     words = ["optimizer.schedule=constant", f"optimizer.lr={rate:.6g}"]
-    unread = ["cooldown", "final_ratio"]  # and refused there
     if optimizer.warmup_updates(config.train.tokens_per_update) > done:
-        words += ["optimizer.warmup=0"] * bool(optimizer.warmup)
-        unread.append("warmup_tokens")
+        words.append("optimizer.warmup=0")
+    unread = ["cooldown", "final_ratio"]  # and refused there
     words += [f"optimizer.{key}=null" for key in unread if getattr(optimizer, key) is not None]
     return " ".join(words)
 
@@ -110,7 +109,7 @@ def _constant(config: Config, rate: float, done: int) -> str:
 def _is_read(key: str, config: Config) -> bool:
     """Whether the rate depends on one of RATE_KEYS, as other keys of the config are."""
     if key == "train.batch_size":
-        return config.optimizer.warmup_tokens is not None
+        return isinstance(config.optimizer.warmup, str)
     return key != "train.steps" or config.optimizer.schedule in ("cosine", "linear", "wsd")
 
 

@@ -56,9 +56,8 @@ def _rule(config: OptimizerConfig, layout: Layout | None) -> optax.GradientTrans
         case "lion":
             return optax.scale_by_lion(b1, b2)
         case "adafactor":
-            return optax.chain(
-                scale_by_factored_rms(settings.factor_from, layout), _relative_step(layout)
-            )
+            factored = scale_by_factored_rms(settings.min_dim_size_to_factor, layout)
+            return optax.chain(factored, _relative_step(layout))
         case "sgd":
             return optax.trace(momentum, settings.nesterov) if momentum else optax.identity()
         case "muon":
@@ -121,7 +120,7 @@ def optimizer_sent(config: OptimizerConfig, param: nnx.Param, layout: Layout) ->
         case "muon":
             yield from muon_sent(param, layout)
         case "adafactor":
-            yield from adafactor_sent(param, config.settings.factor_from, layout)
+            yield from adafactor_sent(param, config.settings.min_dim_size_to_factor, layout)
         case "lamb" if _has_trust_ratio(param):
             dims, value = range(-len(param.axes), 0), param.get_value()
             layers = math.prod(value.shape[: -len(param.axes)])

@@ -1,5 +1,5 @@
-"""The process's devices and compilation cache, set from config section `device` before JAX's
-backend starts, with the run's other processes.
+"""The process's devices and compilation cache, set from config sections `device` and `launch`
+before JAX's backend starts, with the run's other processes.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ import jax
 
 from ...sharding.keys import user_path
 from ...sharding.mesh import simulate_devices
-from ..config import DeviceConfig
+from ..config import Config
 from .compile_cache import cache_folder
 from .processes import check_counts, start_processes
 
 
-def prepare_devices(config: DeviceConfig) -> None:
+def prepare_devices(config: Config) -> None:
     """Join the other processes, choose the platform, simulate CPU devices, switch the persistent
     compilation cache on. A second call with the same config does nothing.
 
@@ -23,15 +23,16 @@ def prepare_devices(config: DeviceConfig) -> None:
     """
     _check_settings()
     start_processes(config)
-    if config.compile_cache != "auto":
-        cache = config.compile_cache and str(user_path(config.compile_cache))
+    device = config.device
+    if device.compile_cache != "auto":
+        cache = device.compile_cache and str(user_path(device.compile_cache))
         jax.config.update("jax_compilation_cache_dir", cache)
     elif not jax.config.values["jax_compilation_cache_dir"]:  # the user's own setting of JAX stays
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    if config.cpu_devices is not None:
-        simulate_devices(config.cpu_devices)
+    if device.cpu_devices is not None:
+        simulate_devices(device.cpu_devices)
     else:
-        _choose_platform(config.platform)
+        _choose_platform(device.platform)
     check_counts(config)
 
 

@@ -29,10 +29,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...sharding.rules import without_devices
-from ..config import Config, DeviceConfig
+from ..config import Config
 from ..config.differences import flat
+from ..config.launch import EXPLICIT, scheduler_of
 from ..config.load import show
-from .schedulers import EXPLICIT, complete_launch
 from .stop import leave
 
 T = TypeVar("T")
@@ -44,49 +44,51 @@ WITHOUT_A_WORD = 10.0
 """Seconds of waiting for the other processes until this one says so."""
 
 LAST_RESORT = 60
-"""Seconds after device.timeout until JAX itself aborts a process, in its own words."""
+"""Seconds after launch.timeout until JAX itself aborts a process, in its own words."""
 
 SHARED_ERRORS = (ValueError, OSError, RuntimeError)
 """Built-in errors of process 0 that every process raises, for the same exit code."""
 
 
-def start_processes(config: DeviceConfig, environ: Mapping[str, str] = os.environ) -> None:
+def start_processes(config: Config, environ: Mapping[str, str] = os.environ) -> None:
     """Join the run's other processes, from the config or the scheduler's environment; do nothing
     where there are none, or this process has joined already. Comes before JAX's backend starts.
 
-    Waits device.timeout seconds for the others, then says so and ends the process: JAX waits in
+    Waits launch.timeout seconds for the others, then says so and ends the process: JAX waits in
     C++, where its own timeout aborts. Raises ValueError where config and environment do not say
     enough, or not the same; RuntimeError where JAX fails to join.
     """
-    if config.process_count == 1 or jax.distributed.is_initialized():
+    launch, device = config.launch, config.device
+    if launch.process_count == 1 or jax.distributed.is_initialized():
         return
-    if config.coordinator is not None:
-        where, count = config.coordinator, config.process_count
-        if config.process_id == 0:
-            _check_port(config.coordinator)
+    if launch.coordinator is not None:
+        where, count = launch.coordinator, launch.process_count
+        if launch.process_id == 0:
+            _check_port(launch.coordinator)
         options: dict[str, Any] = {
-            "coordinator_address": config.coordinator,
-            "num_processes": config.process_count,
-            "process_id": config.process_id,
+            "coordinator_address": launch.coordinator,
+            "num_processes": launch.process_count,
+            "process_id": launch.process_id,
             "cluster_detection_method": "deactivate",
         }
     else:
-        launch = complete_launch(config, environ)
-        if launch is None:
+        on_tpu = device.platform != "cpu" and device.cpu_devices is None
+        scheduler = scheduler_of(launch, on_tpu, environ)
+        if scheduler is None:
             return
-        where, count = launch.scheduler, launch.count
-        options = {"cluster_detection_method": launch.method, "num_processes": launch.count}
-        if launch.one_per_host and not environ.get("JAX_LOCAL_DEVICE_IDS"):
+        where, count = scheduler.name, scheduler.count
+        options = {"cluster_detection_method": scheduler.method, "num_processes": scheduler.count}
+        if scheduler.one_per_host and not environ.get("JAX_LOCAL_DEVICE_IDS"):
             # JAX would use one GPU for each process, and leave the host's others idle
             options["local_device_ids"] = []
 
     # SIGTERM stays ours: JAX's preemption service would swallow it
     jax.config.update("jax_enable_preemption_service", False)
-    end = int(config.timeout) + LAST_RESORT
+    end = int(launch.timeout) + LAST_RESORT
     waits = f"waiting for {'the other' if count is None else f'all {count}'} processes at {where}"
     timers = (
         threading.Timer(WITHOUT_A_WORD, _say, [waits]),
-        threading.Timer(config.timeout, _give_up, [config.timeout, count, where]),
+        threading.Timer(launch.timeout, _give_up, [launch.timeout, count, where]),
     )
     for timer in timers:
         timer.daemon = True
@@ -106,7 +108,7 @@ def start_processes(config: DeviceConfig, environ: Mapping[str, str] = os.enviro
         reason = " ".join(str(error).split())
         raise RuntimeError(
             f"{where}: JAX cannot join the processes: {reason}; write {EXPLICIT}, or "
-            f"device.process_count=1 to run this process alone"
+            f"launch.process_count=1 to run this process alone"
         ) from error
     finally:
         for timer in timers:
@@ -120,16 +122,16 @@ def _check_port(coordinator: str) -> None:
     try:
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"device.coordinator={coordinator}: the port: {error}") from None
+        raise ValueError(f"launch.coordinator={coordinator}: the port: {error}") from None
 
 
 def _give_up(timeout: float, count: int | None, where: str) -> None:
     others = "the other processes" if count is None else f"all {count} processes"
-    _say(f"waited device.timeout={timeout:g} s for {others} at {where}; are they started?")
+    _say(f"waited launch.timeout={timeout:g} s for {others} at {where}; are they started?")
     os._exit(1)
 
 
-def check_counts(config: DeviceConfig) -> None:
+def check_counts(config: Config) -> None:
     """Raise ValueError, in all processes, where one has more devices than another, or the processes
     or devices found are not as many as one of them states.
     """
@@ -144,27 +146,26 @@ def check_counts(config: DeviceConfig) -> None:
             f"write the same device.cpu_devices for all, or use hosts that are alike"
         )
     wrong = None
-    if config.process_count not in (None, processes):
+    count, stated = config.device.count, config.launch.process_count
+    if stated not in (None, processes):
+        wrong = f"launch.process_count={stated}, but JAX runs in {processes} process(es)"
+    elif count not in (None, devices):
+        few = processes == 1 and count > devices
+        more = f"; {without_devices(count)}" if few else ""
         wrong = (
-            f"device.process_count={config.process_count}, but JAX runs in {processes} process(es)"
-        )
-    elif config.count not in (None, devices):
-        few = processes == 1 and config.count > devices
-        more = f"; {without_devices(config.count)}" if few else ""
-        wrong = (
-            f"device.count={config.count}, but JAX finds {devices} device(s) in {processes} "
+            f"device.count={count}, but JAX finds {devices} device(s) in {processes} "
             f"process(es){more}"
         )
     if any_process(wrong is not None):
         raise ValueError(
             wrong
-            or "another process was started with another device.count or device.process_count than "
+            or "another process was started with another device.count or launch.process_count than "
             "is found; start all with the same command"
         )
 
 
 OWN = (
-    *("device.process_id", "device.coordinator", "device.compile_cache"),
+    *("launch.process_id", "launch.coordinator", "device.compile_cache"),
     *("data.paths", "data.store"),  # what is read there is compared by its fingerprint
 )
 """Keys that each process may have a value of its own for."""
@@ -341,7 +342,7 @@ def watch(timeout: float) -> Iterator[Callable[[str | None], None]]:
             silent = time.monotonic() - since
             if doing is None or silent <= timeout:
                 continue
-            _say(f"{_name()}: no progress for {silent:.0f} s, device.timeout={timeout:g}: {doing}")
+            _say(f"{_name()}: no progress for {silent:.0f} s, launch.timeout={timeout:g}: {doing}")
             # others may be up to a step behind with noticing it
             missing = missing_processes(ROLL_CALL + min(longest, timeout / 10, LAST_RESORT / 2))
             if missing:

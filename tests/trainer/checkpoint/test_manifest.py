@@ -33,5 +33,5 @@ def test_another_version_is_no_damage(run, damaged):
     content["seal"] = hashlib.sha256(text).hexdigest()
     file.write_text(json.dumps(content))
     target, _ = target_on(run.config)
-    with pytest.raises(ValueError, match="metadata has version 1, this Meshwright reads 3"):
+    with pytest.raises(ValueError, match="metadata has version 1, this Meshwright reads 4"):
         restore(damaged, target, fallback=True)

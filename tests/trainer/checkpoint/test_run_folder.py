@@ -146,8 +146,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         (["mesh.dcn={data: 1}"], ["mesh.dcn.data=null, now 1"]),
         (["layout.zero=1"], ["layout.zero=3, now 1"]),
         (["train.steps=999"], ["train.steps=400, now 999"]),
-        (["log.every=1", "device.timeout=9"],
-         ["log.every=10, now 1", "device.timeout=300.0, now 9.0"]),
+        (["log.every=1", "launch.timeout=9"],
+         ["log.every=10, now 1", "launch.timeout=300.0, now 9.0"]),
         (["optimizer.lr=1e-4"], ["optimizer.lr=0.001, now 0.0001"]),
         (["train.batch_size=64", "train.microbatches=2"],
          ["train.batch_size=32, now 64", "train.microbatches=1, now 2"]),
@@ -238,7 +238,7 @@ def test_two_runs_never_share_a_folder(tmp_path):
 def test_a_run_of_several_processes_can_be_opened_by_one():
     several = override(
         Config(),
-        *("device.coordinator=a:1", "device.process_id=1", "device.process_count=2"),
+        *("launch.coordinator=a:1", "launch.process_id=1", "launch.process_count=2"),
         *("device.cpu_devices=4", "mesh.data=8"),
     )
     one = override(Config(), "device.cpu_devices=8", "mesh.data=8")

@@ -26,7 +26,7 @@ from states import assert_bitwise, checkpoints_in, target_on
         (["checkpoint.keep=2"], {2: 3.0, 4: 1.0, 9: 2.0}, [4, 9, 10]),
         (["checkpoint.keep=2"], {3: 0.1, 9: 2.0}, [9, 10]),
         (["checkpoint.keep=1", "checkpoint.keep_best=false"], {2: 1.0}, [10]),
-        (["checkpoint.keep=1", "checkpoint.background=false"], {4: 1.0}, [4, 10]),
+        (["checkpoint.keep=1", "checkpoint.asynchronous=false"], {4: 1.0}, [4, 10]),
     ],
 )
 def test_the_newest_are_kept_and_the_best(run, tmp_path, settings, losses, kept):

@@ -438,7 +438,7 @@ UNREAD = [  # what is written, the setting that does not read it, those that do
             ("eps=1e-8", "adamw, lamb, muon"),
             ("momentum=0.0", "sgd, muon"),
             ("nesterov=false", "sgd, adamw, lamb"),
-            ("factor_from=128", "adafactor"),
+            ("min_dim_size_to_factor=128", "adafactor"),
         )
         for name in RULES
         if name not in readers.split(", ")
@@ -452,7 +452,6 @@ UNREAD = [  # what is written, the setting that does not read it, those that do
     ("train.max_skipped=3", "train.halt_on_nan=true", "false"),
     ("layout.chunks=2", "layout.schedule=1f1b", "interleaved"),
     ("layout.ulysses=2", "layout.context=ring", "usp"),
-    ("layout.overlap_directions=2", "layout.overlap=false", None),
     ("remat.every=3", "remat.policy=none", "full, selective, offload"),
     ("remat.names=[]", "remat.policy=full", "selective, offload"),
     ("model.rope_scaling.factor=2.0", "model.rope_scaling.kind=none", "linear, ntk, yarn, llama3"),
@@ -496,14 +495,17 @@ def test_null_stands_for_the_usual_values():
 def test_numbers_beyond_what_devices_count_with_are_refused():
     for key in (
         *("train.steps", "train.batch_size", "train.seq_len", "train.microbatches"),
-        *("train.eval_batch_size", "optimizer.warmup", "optimizer.cooldown", "model.window"),
+        *("train.eval_batch_size", "optimizer.cooldown", "model.window"),
     ):
         line = message("tiny", f"{key}=2147483648")
         assert line.startswith(f"{key}=2147483648: should be less than 2147483648")
     load("tiny", "train.steps=2147483647", "run.seed=4294967295")
-    line = message("tiny", "optimizer.warmup=0", f"optimizer.warmup_tokens={2**31 * 4096}")
+    line = message("tiny", f"optimizer.warmup={2**31 * 4096}tokens")
     assert line.startswith(
-        f"optimizer.warmup_tokens={2**31 * 4096} are 2147483648 updates; write few"
+        f"optimizer.warmup={2**31 * 4096}tokens are 2147483648 updates; write few"
+    )
+    assert message("tiny", "optimizer.warmup=2147483648") == (
+        "optimizer.warmup=2147483648 are 2147483648 updates; write fewer than 2147483648 of them"
     )
 
 

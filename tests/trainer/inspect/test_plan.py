@@ -87,7 +87,7 @@ CONTRACTS = {
         "tensor all-reduce": all_reduce(12 * TOKENS + 4 * NORMS + 8, 2),
     },
     # the vocabulary's two ends keep theirs
-    "mesh.tensor=4 model.kv_heads=4 layout.overlap=true": {
+    "mesh.tensor=4 model.kv_heads=4 layout.overlap=ring": {
         "tensor all-gather": one_way(2 * STREAM, 4),
         "tensor reduce-scatter": one_way(2 * STREAM, 4),
         "tensor collective-permute": 3 * (2 * 10 * STREAM // 4),
@@ -155,7 +155,7 @@ def test_a_layout_sends_what_its_contract_says(layout):
 
 
 @pytest.mark.parametrize("layout", ["mesh.fsdp=4 mesh.tensor=2", "mesh.fsdp=8 layout.zero=1"])
-@pytest.mark.parametrize("rule", ["muon", "adafactor optimizer.factor_from=8", "lamb"])
+@pytest.mark.parametrize("rule", ["muon", "adafactor optimizer.min_dim_size_to_factor=8", "lamb"])
 def test_an_update_rule_sends_what_it_says(rule, layout):
     _, plan = plan_of(*layout.split(), *f"optimizer.name={rule}".split())
     assert (plan.unexplained, plan.unknown) == (0, ())

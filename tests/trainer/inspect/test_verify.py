@@ -198,7 +198,7 @@ def test_the_cover_meets_every_possible_pair(small_config):
         *(("mesh.pipe=1", f"layout.schedule={name}") for name in CHOICES["layout.schedule"][1:]),
     }
     refused = {
-        ("layout.sequence_parallel=false", "layout.overlap=true"),
+        ("layout.sequence_parallel=false", "layout.overlap=ring"),
         ("mesh.context=8", "layout.context=ulysses"),  # of four heads
         *(("mesh.tensor=4", f"layout.context={mode}") for mode in ("ulysses", "usp")),
         ("layout.schedule=interleaved", "train.microbatches=1"),  # less than the stages

@@ -19,7 +19,7 @@ from updates import (
 
 def test_adafactor_is_the_formula_of_its_paper():
     lr, decay = 0.1, 0.3
-    config = OptimizerConfig(name="adafactor", weight_decay=decay, factor_from=2)
+    config = OptimizerConfig(name="adafactor", weight_decay=decay, min_dim_size_to_factor=2)
     start, all_grads, params, _ = run_updates(config, lr, updates=4, start=stacked_params())
     shapes = {"embed": (5, 4), "q": (3, 4, 6), "o": (3, 6, 4), "up": (3, 4, 7)}
     for name, p in values(start).items():

@@ -117,7 +117,7 @@ def test_the_rate_at_the_largest_number_of_updates():
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "inverse_sqrt"])
 def test_warm_up_in_tokens_is_that_in_updates_begun(tokens, schedule):
     train = TrainConfig(steps=20, batch_size=16, seq_len=128)
-    in_tokens = OptimizerConfig(schedule=schedule, warmup_tokens=tokens)
+    in_tokens = OptimizerConfig(schedule=schedule, warmup=f"{tokens}tokens")
     in_updates = OptimizerConfig(schedule=schedule, warmup=-(-tokens // 2048))
     rates = [
         [float(learning_rate(config, train)(done)) for done in range(20)]
@@ -148,12 +148,12 @@ RATE_CHANGES = [
     ),
     (
         ("optimizer.schedule=linear", "optimizer.final_ratio=0.5"),
-        ("train.steps=401", "optimizer.warmup_tokens=4096000"),
+        ("train.steps=401", "optimizer.warmup=4096000tokens"),
         400,
         "the rate of update 401 is 0.000401, that of update 400 was 0.0005: train.steps=401 "
-        "optimizer.warmup_tokens=4096000 changes it; optimizer.schedule=constant "
-        "optimizer.lr=0.0005 optimizer.final_ratio=null "
-        "optimizer.warmup_tokens=null goes on at the last rate",
+        "optimizer.warmup=4096000tokens changes it; optimizer.schedule=constant "
+        "optimizer.lr=0.0005 optimizer.warmup=0 optimizer.final_ratio=null "
+        "goes on at the last rate",
     ),
     (  # a last rate of nothing cannot go on
         ("optimizer.final_ratio=0",),
@@ -177,7 +177,7 @@ RATE_CHANGES = [
         "optimizer.lr=0.001 goes on as before",
     ),
     (
-        ("optimizer.schedule=constant", "optimizer.warmup_tokens=4096000"),
+        ("optimizer.schedule=constant", "optimizer.warmup=4096000tokens"),
         ("train.batch_size=64",),
         200,
         "the rate of update 201 is 0.000402, and would have been 0.000201: train.batch_size=64 "

@@ -100,8 +100,8 @@ def test_lamb_scales_each_layer_of_a_weight_by_its_ratio_of_norms():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_learns_the_same_in_a_stack_and_alone(name):
     """Were a rule to see the stack, the layers' norms, means or singular values would mix."""
-    factor_from = 2 if name == "adafactor" else None
-    config = OptimizerConfig(name=name, momentum=momentum_of(name), factor_from=factor_from)
+    of_rule = {"min_dim_size_to_factor": 2} if name == "adafactor" else {}
+    config = OptimizerConfig(name=name, momentum=momentum_of(name), **of_rule)
     _, _, stacked, _ = run_updates(config, 0.01, updates=3, start=stacked_params())
     alone = functools.partial(layer_of, layer=1)
     _, _, params, _ = run_updates(config, 0.01, 3, start=alone(stacked_params()), slicing=alone)
@@ -174,7 +174,7 @@ def test_masters_moments_and_average_are_f32(name):
         Config(),
         *(f"optimizer.name={name}", "optimizer.ema=0.9"),
         f"optimizer.momentum={momentum_of(name) or 'null'}",
-        f"optimizer.factor_from={8 if name == 'adafactor' else 'null'}",
+        f"optimizer.min_dim_size_to_factor={8 if name == 'adafactor' else 'null'}",
         "precision.compute=bf16",
     )
     state = abstract_state(config)
@@ -217,9 +217,9 @@ def test_moments_in_bf16_are_bf16_between_updates_alone(name):
     ("overrides", "line"),
     [
         (
-            ["optimizer.warmup=3", "optimizer.warmup_tokens=4096"],
-            "optimizer.warmup=3 and optimizer.warmup_tokens=4096 say the same thing; "
-            "write one of them",
+            ["optimizer.warmup=4096steps"],
+            "optimizer.warmup=4096steps: should be a number of updates, or of tokens as in "
+            "2000000tokens",
         ),
         (
             ["optimizer.momentum=0.9"],
@@ -254,9 +254,9 @@ def test_moments_in_bf16_are_bf16_between_updates_alone(name):
         (
             [
                 *("optimizer.schedule=wsd", "optimizer.cooldown=9", "train.steps=10"),
-                *("optimizer.warmup_tokens=300", "train.batch_size=1", "train.seq_len=128"),
+                *("optimizer.warmup=300tokens", "train.batch_size=1", "train.seq_len=128"),
             ],
-            "optimizer.warmup_tokens=300, 3 updates, and optimizer.cooldown=9 are together longer "
+            "optimizer.warmup=300tokens, 3 updates, and optimizer.cooldown=9 are together longer "
             "than train.steps=10",
         ),
         (

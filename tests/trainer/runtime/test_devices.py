@@ -15,12 +15,14 @@ def run(code: str, **environment: str) -> str:
     """Standard output of a fresh interpreter that has `prepare` and `jax`."""
     head = """
     import jax
-    from meshwright.trainer.config import DeviceConfig
+    from meshwright.trainer.config import Config, DeviceConfig, TrainConfig
     from meshwright.trainer.runtime.devices import prepare_devices
 
     def prepare(**settings):
         try:
-            prepare_devices(DeviceConfig(**settings))
+            prepare_devices(
+                Config(device=DeviceConfig(**settings), train=TrainConfig(batch_size=120))
+            )
         except ValueError as error:
             print(error)
     """

@@ -15,7 +15,7 @@ import textwrap
 import jax
 import pytest
 
-from meshwright.trainer.config import DeviceConfig
+from meshwright.trainer.config import Config, LaunchConfig
 from meshwright.trainer.runtime.processes import start_processes
 from processes import free_port, run_processes
 from schedulers import (
@@ -31,11 +31,11 @@ def test_an_error_of_jax_is_one_line_with_the_way_out(start, monkeypatch):
     start({})
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
     with pytest.raises(RuntimeError) as raised:
-        start_processes(DeviceConfig(), TPU)
+        start_processes(Config(), TPU)
     assert str(raised.value) == (
         "TPU: JAX cannot join the processes: Kubernetes API Error: 403 ask for the permission; "
-        "write device.coordinator=HOST:PORT device.process_id=… device.process_count=…, or "
-        "device.process_count=1 to run this process alone"
+        "write launch.coordinator=HOST:PORT launch.process_id=… launch.process_count=…, or "
+        "launch.process_count=1 to run this process alone"
     )
 
 
@@ -58,26 +58,26 @@ def test_importing_everything_starts_no_backend_under_slurm():
 def test_a_taken_port_is_named():
     with socket.create_server(("", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
-        config = DeviceConfig(coordinator=coordinator, process_id=0, process_count=2)
-        with pytest.raises(ValueError, match=f"device.coordinator={coordinator}: the port: .*use"):
-            start_processes(config, {})
+        launch = LaunchConfig(coordinator=coordinator, process_id=0, process_count=2)
+        with pytest.raises(ValueError, match=f"launch.coordinator={coordinator}: the port: .*use"):
+            start_processes(Config(launch=launch), {})
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_process_whose_others_never_start_says_so(number):
     code = """
     import sys
-    from meshwright.trainer.config import DeviceConfig
+    from meshwright.trainer.config import Config, LaunchConfig
     from meshwright.trainer.runtime.processes import start_processes
-    start_processes(DeviceConfig(
-        coordinator=sys.argv[1], process_id=int(sys.argv[2]), process_count=2, timeout=1))
+    start_processes(Config(launch=LaunchConfig(
+        coordinator=sys.argv[1], process_id=int(sys.argv[2]), process_count=2, timeout=1)))
     """
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", textwrap.dedent(code), coordinator, str(number)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"meshwright: waited device.timeout=1 s for all 2 processes at {coordinator}; "
+        f"meshwright: waited launch.timeout=1 s for all 2 processes at {coordinator}; "
         "are they started?"
     )
 
@@ -96,7 +96,10 @@ def test_two_processes_agree():
     say = lambda *values: print(json.dumps(values), flush=True)
 
     say(jax.process_count(), jax.device_count(), is_first(), number)
-    for changed in (replace(config, process_count=3), replace(config, count=5)):
+    for changed in (
+        replace(config, launch=replace(launch, process_count=3)),
+        replace(config, device=replace(device, count=5)),
+    ):
         try:
             prepare_devices(changed)
         except ValueError as error:
@@ -139,7 +142,7 @@ def test_two_processes_agree():
     for lines, number, others in ((first, 0, told), (second, 1, heard)):
         assert lines == [
             [2, 4, number == 0, number],
-            ["device.process_count=3, but JAX runs in 2 process(es)"],
+            ["launch.process_count=3, but JAX runs in 2 process(es)"],
             ["device.count=5, but JAX finds 4 device(s) in 2 process(es)"],
             [{"number": 0, "text": "ü" * 700}],
             ["ValueError", "this is why"],
@@ -186,7 +189,7 @@ from meshwright.sharding.mesh import make_mesh
 agree = make_agree(make_mesh(MeshConfig(data=jax.device_count())))
 number, victim, misfortune = jax.process_index(), VICTIM, "MISFORTUNE"
 try:
-    with watch(config.timeout) as phase:
+    with watch(launch.timeout) as phase:
         for step in range(8):
             phase(f"reading the batch of step {step}")
             time.sleep(0.1)
@@ -218,7 +221,7 @@ def test_a_stuck_process_and_those_that_wait_for_it_say_so(victim):
         (doing,) = process.said  # all answer: each has spoken
         what = "reading the batch of step 5" if number == victim else "in step 5"
         start = f"meshwright: process {number} of 2: no progress for "
-        assert doing.startswith(start) and doing.endswith(f" s, device.timeout=2: {what}")
+        assert doing.startswith(start) and doing.endswith(f" s, launch.timeout=2: {what}")
 
 
 @pytest.mark.slow

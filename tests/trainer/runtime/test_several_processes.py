@@ -35,7 +35,7 @@ def base(run, tmp_path_factory) -> Config:
             "mesh.fsdp=2",
             "mesh.tensor=4",
             "log.sample='alpha '",
-            "device.timeout=60",
+            "launch.timeout=60",
         ),
     )
 
@@ -55,8 +55,8 @@ def started(config: Config, count: int, devices: int, last: tuple[str, ...] = ()
     with contextlib.ExitStack() as stack:
         for number in range(count):
             settings = (
-                *(f"device.coordinator=localhost:{port}", f"device.process_id={number}"),
-                *(f"device.process_count={count}", f"device.cpu_devices={devices}"),
+                *(f"launch.coordinator=localhost:{port}", f"launch.process_id={number}"),
+                *(f"launch.process_count={count}", f"device.cpu_devices={devices}"),
                 f"device.count={count * devices}",
             )
             own = last if number == count - 1 else ()
@@ -147,7 +147,7 @@ def test_processes_that_were_started_differently_are_told_how(base):
     """All keys, with both values and who has them, before anything is compiled or written. Where a
     process keeps its own files is its own matter."""
     source = f"checkpoint.init_from=/a/{'long' * 30}/one"
-    config = override(base, "run.name=differing", "device.timeout=20", source)
+    config = override(base, "run.name=differing", "launch.timeout=20", source)
     cache = f"device.compile_cache={Path(base.run.dir, 'own')}"
     changed = tuple(f"{key}={value}" for key, value in DIFFERENT.items())
     with started(config, 2, 4, (*changed, cache)) as processes:
@@ -177,7 +177,7 @@ def test_a_mistake_is_refused_by_all_with_one_line(base, unbroken):
         for code, _, errors in ends(processes):
             assert code == 2, errors
             assert f"meshwright: {unbroken.folder} exists already; write run.name=…" in errors
-    with started(override(base, "run.name=counted", "device.timeout=20"), 2, 2) as processes:
+    with started(override(base, "run.name=counted", "launch.timeout=20"), 2, 2) as processes:
         for code, _, errors in ends(processes):
             assert code == 2
             assert "mesh.fsdp=2 · mesh.tensor=4 needs 8 devices, but there are 4" in errors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.trainer.runtime.schedulers import find_launch
+from meshwright.trainer.config.launch import find_scheduler
+from meshwright.trainer.config.load import ConfigError, load
 from schedulers import (
     ALLOCATION,
     CHIPS,
@@ -106,7 +107,7 @@ def test_explicit_keys_come_before_the_scheduler(start):
         (
             {name: ORTE[name] for name in ORTE if name != "OMPI_COMM_WORLD_RANK"},
             "OMPI_COMM_WORLD_RANK is missing",
-            "device.process_id",
+            "launch.process_id",
         ),
         (INDEXED, "of several processes, but the Python package kubernetes is", "jax[k8s]"),
         (SLICES, "MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS is missing", "variables"),
@@ -115,7 +116,7 @@ def test_explicit_keys_come_before_the_scheduler(start):
             "TPU_WORKER_ID, libtpu with its chips is missing",
             "extra tpu",
         ),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS=a:1: ", "write device"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS=a:1: ", "write launch"),
     ],
 )
 def test_half_set_variables_say_what_is_missing(start, environ, missing, remedy):
@@ -123,19 +124,35 @@ def test_half_set_variables_say_what_is_missing(start, environ, missing, remedy)
     with pytest.raises(ValueError) as raised:
         start(environ)
     message = str(raised.value)
-    assert message.startswith(find_launch(environ).scheduler)
+    assert message.startswith(find_scheduler(environ).name)
     assert missing in message and remedy in message and "\n" not in message
-    assert message.endswith("or device.process_count=1 to run this process alone")
+    assert message.endswith("or launch.process_count=1 to run this process alone")
 
 
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (STEP, "device.process_count=3, but SLURM started 4"),
-        (ORTE | {"OMPI_COMM_WORLD_SIZE": "1"}, "device.process_count=3, but Open MPI started 1"),
-        ({}, "device.process_count=3, but no scheduler started this process; write device.coord"),
+        (STEP, "launch.process_count=3, but SLURM started 4"),
+        (ORTE | {"OMPI_COMM_WORLD_SIZE": "1"}, "launch.process_count=3, but Open MPI started 1"),
+        ({}, "launch.process_count=3, but no scheduler started this process; write launch.coord"),
     ],
 )
 def test_a_stated_count_that_is_not_the_scheduler_s(start, environ, message):
     with pytest.raises(ValueError, match=message):
         start(environ, process_count=3)
+
+
+EIGHT = ("mesh.data=1", "mesh.fsdp=8", "mesh.tensor=1", "device.cpu_devices=4")
+
+
+def test_simulated_devices_are_counted_over_the_processes_that_a_scheduler_starts(monkeypatch):
+    """Two processes of four devices hold a mesh of eight, and nothing but SLURM says so."""
+    with pytest.raises(ConfigError, match="needs 8 devices, but there are 4"):
+        load("tiny", *EIGHT)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert load("tiny", *EIGHT).stated_devices() == {}
+    with pytest.raises(ConfigError, match="needs 8 devices, but there are 12"):
+        load("tiny", *EIGHT, "launch.process_count=3")
+    with pytest.raises(ConfigError, match="needs 8 devices, but there are 4"):
+        load("tiny", *EIGHT, "launch.process_count=1")

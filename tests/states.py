@@ -19,7 +19,8 @@ def checkpoints_in(path, config, *overrides: str, losses=None, said=None):
     config = override(config, *overrides)
     say = (lambda line: None) if said is None else said.append
     losses = {} if losses is None else losses
-    with open_checkpoints(path, config, ByteTokenizer.text, losses, say) as checkpoints:
+    layout, text = lay_out(config), ByteTokenizer.text
+    with open_checkpoints(path, config, layout, text, losses, say) as checkpoints:
         yield checkpoints
 
 

@@ -7,17 +7,18 @@ disk or stdout refuses (one line on stderr), or a bug (with its traceback).
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import click
 
 from ..sharding.keys import check_local, user_path
 from ..sharding.pipeline.schedules import NAMES, UNIFORM
@@ -39,8 +40,6 @@ def run() -> NoReturn:
     stdout = open_streams()
     try:
         code = main()
-    except SystemExit as end:  # argparse has said all
-        code = int(end.code or 0)
     except Exception:  # a bug
         traceback.print_exc()
         code = 1
@@ -60,10 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal without × prints ?, and goes on
             stream.reconfigure(errors="replace")
     try:
-        for word in sys.argv[1:] if arguments is None else arguments:
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        for word in words:
             check_text(word)
-        options = _parse(arguments)
-        return options.command(options)
+        with meshwright.make_context("meshwright", words) as context:
+            return meshwright.invoke(context)
+    except click.exceptions.Exit as end:  # --help and --version
+        return end.exit_code
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
     except ValueError as error:
         if not _is_ours(error):
             raise
@@ -85,39 +89,96 @@ def _fail(reason: object, code: int) -> int:
     return code
 
 
-def _train(options: argparse.Namespace) -> int:
-    config = _start(load(options.config, *options.overrides))
+@click.group(
+    no_args_is_help=False,
+    context_settings={"max_content_width": 100},
+    epilog=f"CONFIG is a preset ({', '.join(presets())}) or a YAML file; key=value overrides it: "
+    f"meshwright train tiny mesh.tensor=4 mesh.fsdp=1 train.steps=50",
+)
+@click.version_option(version("meshwright"), message="%(prog)s %(version)s")
+def meshwright() -> None:
+    """Train language models with JAX on any device mesh, with the same numbers in every layout."""
+
+
+CONFIG = click.argument("config", metavar="CONFIG")
+RUN = click.argument("run", metavar="RUN")
+OVERRIDES = click.argument("overrides", metavar="[key=value]...", nargs=-1)
+
+
+@meshwright.command("train")
+@CONFIG
+@OVERRIDES
+def train_command(config: str, overrides: tuple[str, ...]) -> int:
+    """Train a model.
+
+    Its run folder is run.dir/run.name.
+    """
+    loaded = _start(load(config, *overrides))
     from .loop import train
     from .runtime.stop import Stopped
 
     try:
-        train(config)
+        train(loaded)
     except Stopped as stopped:
         return _fail(stopped, STOPPED)
     return 0
 
 
-def _eval(options: argparse.Namespace) -> int:
-    _start(_config_of_run(options))
+@meshwright.command("eval")
+@RUN
+@OVERRIDES
+def eval_command(run: str, overrides: tuple[str, ...]) -> int:
+    """Loss of a finished run on its whole held-out set.
+
+    RUN is a run folder, or one checkpoint in it.
+    """
+    _start(_config_of_run(run, overrides))
     from .evaluate import evaluate_run
     from .runtime.processes import is_first
 
-    line = evaluate_run(options.run, options.overrides)
+    line = evaluate_run(run, overrides)
     if is_first():
         print(line)
     return 0
 
 
-def _generate(options: argparse.Namespace) -> int:
-    names = [field.name for field in fields(Sampling)]
-    settings = {name: getattr(options, name) for name in names}
-    Sampling(**settings)
-    _start(_config_of_run(options))
+@meshwright.command("generate")
+@RUN
+@OVERRIDES
+@click.option(
+    "--prompt", "prompts", metavar="TEXT", multiple=True, required=True, help="May be repeated."
+)
+@click.option(
+    "--tokens",
+    default=Sampling.tokens,
+    show_default=True,
+    help="Tokens to add at most; end-of-text ends a text earlier.",
+)
+@click.option(
+    "--temperature",
+    default=Sampling.temperature,
+    show_default=True,
+    help="Divides the logits; 0: always the likeliest token.",
+)
+@click.option("--top-k", type=int, help="Sample from the K likeliest tokens only.")
+@click.option("--top-p", type=float, help="And from as few of them as reach this probability.")
+@click.option(
+    "--seed", default=Sampling.seed, show_default=True, help="Another seed samples other texts."
+)
+def generate_command(
+    run: str, overrides: tuple[str, ...], prompts: tuple[str, ...], **sampling: Any
+) -> int:
+    """Continue texts with a run's newest checkpoint.
+
+    RUN is a run folder, or one checkpoint in it.
+    """
+    Sampling(**sampling)
+    _start(_config_of_run(run, overrides))
     from .generate import generate_run
     from .runtime.processes import is_first
 
-    texts = generate_run(options.run, options.prompt, options.overrides, **settings)
-    lines = zip(options.prompt, texts, strict=True) if is_first() else ()
+    texts = generate_run(run, prompts, overrides, **sampling)
+    lines = zip(prompts, texts, strict=True) if is_first() else ()
     for number, (prompt, text) in enumerate(lines, 1):
         if len(texts) > 1:
             print(f"--- {number} of {len(texts)}")
@@ -125,103 +186,180 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    config = _start(load(options.config, *options.overrides))
-    from .inspect.verify import verify
+@meshwright.command("checkpoint")
+@click.argument("action", type=click.Choice(["ls", "show", "verify"]))
+@click.argument("path")
+def checkpoint_command(action: str, path: str) -> int:
+    """List, show or verify the checkpoints of a run.
 
-    return 0 if verify(config, options.layouts) else 1
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from .inspect.topology import prepare_target
-
-    config = load(options.config, *options.overrides)
-    config, devices = prepare_target(config, options.target)
-    from .inspect.memory import memory_table
-    from .inspect.plan import DoesNotFitError, describe_plan, make_plan
-
-    if options.memory:
-        print(memory_table(config, devices))
-        return 0
-    try:
-        plan = make_plan(config, devices)
-    except DoesNotFitError as error:
-        if options.json:
-            print(json.dumps({"memory": {"fits": False}, "reason": str(error)}, indent=2))
-        raise
-    print(json.dumps(asdict(plan), indent=2) if options.json else "\n".join(describe_plan(plan)))
-    return 1 if plan.memory.fits is False else 0
-
-
-def _schedule(options: argparse.Namespace) -> int:
-    from ..sharding.pipeline.load import load_schedule
-    from ..sharding.pipeline.simulate import read_costs, simulate
-    from .inspect.schedule import describe_schedule, draw_schedule, schedule_json
-
-    if options.png:
-        check_local(options.png, "--png ")
-    costs = read_costs(options.costs)
-    sizes = options.stages, options.microbatches, options.chunks
-    schedule = load_schedule(options.name, *sizes, uniform=options.uniform)
-    simulation = simulate(schedule, costs)
-    if options.png:
-        draw_schedule(schedule, simulation, costs, Path(options.png))
-    if options.json:
-        print(json.dumps(schedule_json(schedule, simulation, costs)))
-    else:
-        print("\n".join(describe_schedule(schedule, simulation, costs)))
-    return 0
-
-
-def _config(options: argparse.Namespace) -> int:
-    if options.schema and (options.config or options.overrides):
-        raise ConfigError("--schema reads no CONFIG: it is the same of all; leave one of them out")
-    if options.schema:
-        print(json.dumps(schema(), indent=2))
-    elif options.config:
-        print(describe(load(options.config, *options.overrides)), end="")
-    else:
-        raise ConfigError("config needs a preset or a YAML file, or --schema")
-    return 0
-
-
-def _tokenize(options: argparse.Namespace) -> int:
-    config = load(options.config, *options.overrides)
-    from .checkpoint.manifest import newest_tokenizer_text
-    from .data.store import build_store, describe_store, open_store
-    from .data.tokenizer import read_tokenizer
-
-    tokenizer = None
-    if (source := config.checkpoint.init_from) is not None:
-        tokenizer = read_tokenizer(newest_tokenizer_text(user_path(source)), source)
-    print(describe_store(open_store(build_store(config, tokenizer))))
-    return 0
-
-
-def _checkpoint(options: argparse.Namespace) -> int:
-    check_local(options.path)
-    path = Path(options.path)
-    if options.action == "verify":
+    ls lists a run's checkpoints, show prints one's config and leaves, verify reads every leaf and
+    compares its digest. PATH is a run folder, or one checkpoint in it. Needs no accelerator.
+    """
+    check_local(path)
+    if action == "verify":
         _start(Config(device=DeviceConfig(platform="cpu"), launch=LaunchConfig(process_count=1)))
         from .checkpoint.restore import verify_checkpoints
 
         whole = True
-        for line, good in verify_checkpoints(path):
+        for line, good in verify_checkpoints(Path(path)):
             print(line)
             whole &= good
         return 0 if whole else 1
     from .checkpoint.manifest import list_checkpoints, show_checkpoint
 
-    for line in {"ls": list_checkpoints, "show": show_checkpoint}[options.action](path):
+    for line in (list_checkpoints if action == "ls" else show_checkpoint)(Path(path)):
         print(line)
     return 0
 
 
-def _config_of_run(options: argparse.Namespace) -> Config:
+@meshwright.command("verify")
+@CONFIG
+@OVERRIDES
+@click.option(
+    "--layouts", metavar="FILE", help="One layout a line, as key=value overrides of one device."
+)
+def verify_command(config: str, overrides: tuple[str, ...], layouts: str | None) -> int:
+    """Compare loss and gradients of every layout with one device."""
+    loaded = _start(load(config, *overrides))
+    from .inspect.verify import verify
+
+    return 0 if verify(loaded, layouts) else 1
+
+
+@meshwright.command("plan")
+@CONFIG
+@OVERRIDES
+@click.option(
+    "--target",
+    default="devices",
+    metavar="NAME",
+    show_default=True,
+    help="devices: those here, or that the config simulates; cpu: as many simulated ones as the "
+    "config is meant for; else a TPU topology such as v5e:4x4, of which none is needed.",
+)
+@click.option("as_json", "--json", is_flag=True, help="The same as one JSON object.")
+@click.option(
+    "--memory", is_flag=True, help="Instead, what each policy of recomputation saves and costs."
+)
+def plan_command(
+    config: str, overrides: tuple[str, ...], target: str, as_json: bool, memory: bool
+) -> int:
+    """Compile the step: where every byte lies, what moves, whether it fits."""
+    from .inspect.topology import prepare_target
+
+    if as_json and memory:
+        raise click.UsageError("--memory is a table for people; leave --json out")
+    loaded, devices = prepare_target(load(config, *overrides), target)
+    from .inspect.memory import memory_table
+    from .inspect.plan import DoesNotFitError, describe_plan, make_plan
+
+    if memory:
+        print(memory_table(loaded, devices))
+        return 0
+    try:
+        plan = make_plan(loaded, devices)
+    except DoesNotFitError as error:
+        if as_json:
+            print(json.dumps({"memory": {"fits": False}, "reason": str(error)}, indent=2))
+        raise
+    print(json.dumps(asdict(plan), indent=2) if as_json else "\n".join(describe_plan(plan)))
+    return 1 if plan.memory.fits is False else 0
+
+
+@meshwright.command("schedule")
+@click.argument("name")
+@click.option("--stages", type=int, help="Devices along the pipe; a CSV file knows its own.")
+@click.option("--microbatches", type=int, help="Micro-batches of a step; a CSV file knows its own.")
+@click.option("--chunks", type=int, help="Pieces each stage's layers are cut into: interleaved.")
+@click.option(
+    "--uniform",
+    is_flag=True,
+    help=f"The lockstep form of {', '.join(UNIFORM)}: ticks that are alike on all stages.",
+)
+@click.option(
+    "--costs",
+    default="1,1,1",
+    metavar="F,B,W[,TRANSFER]",
+    show_default=True,
+    help="Time of forward, input gradient and weight gradient of one stage and micro-batch, and of "
+    "a transfer between stages (0), in any unit.",
+)
+@click.option("as_json", "--json", is_flag=True, help="The figures as one JSON object.")
+@click.option("--png", metavar="FILE", help="Also draw the Gantt chart.")
+def schedule_command(
+    name: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    uniform: bool,
+    costs: str,
+    as_json: bool,
+    png: str | None,
+) -> int:
+    """Simulate a pipeline schedule: its table, bubble, memory and Gantt chart."""
+    from ..sharding.pipeline.load import load_schedule
+    from ..sharding.pipeline.simulate import read_costs, simulate
+    from .inspect.schedule import describe_schedule, draw_schedule, schedule_json
+
+    if png:
+        check_local(png, "--png ")
+    given = read_costs(costs)
+    schedule = load_schedule(name, stages, microbatches, chunks, uniform=uniform)
+    simulation = simulate(schedule, given)
+    if png:
+        draw_schedule(schedule, simulation, given, Path(png))
+    if as_json:
+        print(json.dumps(schedule_json(schedule, simulation, given)))
+    else:
+        print("\n".join(describe_schedule(schedule, simulation, given)))
+    return 0
+
+
+schedule_command.help = (
+    f"{schedule_command.help}\n\nNAME is one of {', '.join(NAMES)}, or a CSV file with a table of "
+    f"your own. Starts no device."
+)
+
+
+@meshwright.command("config")
+@click.argument("config", metavar="[CONFIG]", required=False)
+@OVERRIDES
+@click.option("as_schema", "--schema", is_flag=True, help="Print the JSON schema instead.")
+def config_command(config: str | None, overrides: tuple[str, ...], as_schema: bool) -> int:
+    """Print the resolved config with each field's meaning."""
+    if as_schema and config:
+        raise ConfigError("--schema reads no CONFIG: it is the same of all; leave one of them out")
+    if as_schema:
+        print(json.dumps(schema(), indent=2))
+    elif config:
+        print(describe(load(config, *overrides)), end="")
+    else:
+        raise ConfigError("config needs a preset or a YAML file, or --schema")
+    return 0
+
+
+@meshwright.command("tokenize")
+@CONFIG
+@OVERRIDES
+def tokenize_command(config: str, overrides: tuple[str, ...]) -> int:
+    """Write the token store that training reads."""
+    loaded = load(config, *overrides)
+    from .checkpoint.manifest import newest_tokenizer_text
+    from .data.store import build_store, describe_store, open_store
+    from .data.tokenizer import read_tokenizer
+
+    tokenizer = None
+    if (source := loaded.checkpoint.init_from) is not None:
+        tokenizer = read_tokenizer(newest_tokenizer_text(user_path(source)), source)
+    print(describe_store(open_store(build_store(loaded, tokenizer))))
+    return 0
+
+
+def _config_of_run(run: str, overrides: Sequence[str]) -> Config:
     from .checkpoint.manifest import config_of
 
-    check_local(options.run)
-    return config_of(Path(options.run), *options.overrides)
+    check_local(run)
+    return config_of(Path(run), *overrides)
 
 
 def _start(config: Config) -> Config:
@@ -230,131 +368,6 @@ def _start(config: Config) -> Config:
 
     prepare_devices(config)
     return config
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="meshwright",
-        description="Train language models with JAX on any device mesh, with the same numbers in "
-        "every layout.",
-        epilog=f"CONFIG is a preset ({', '.join(presets())}) or a YAML file; key=value overrides "
-        "it: meshwright train tiny mesh.tensor=4 mesh.fsdp=1 train.steps=50",
-    )
-    parser.add_argument(
-        "--version", action="version", version=f"meshwright {version('meshwright')}"
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(
-        run: Callable[[argparse.Namespace], int],
-        summary: str,
-        operand: str = "config",
-        nargs: str | None = None,
-    ) -> argparse.ArgumentParser:
-        name = run.__name__.removeprefix("_")
-        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        meaning = {
-            "config": "a preset or a YAML file",
-            "run": "a run folder, or one checkpoint in it",
-        }[operand]
-        added.add_argument(operand, metavar=operand.upper(), nargs=nargs, help=meaning)
-        example = "what to change, as in mesh.tensor=4 train.steps=50"
-        added.add_argument("overrides", metavar="key=value", nargs="*", help=example)
-        added.set_defaults(command=run)
-        return added
-
-    command(_train, "train a model; its run folder is run.dir/run.name")
-    command(_eval, "loss of a finished run on its whole held-out set", "run")
-    generate = command(_generate, "continue texts with a run's newest checkpoint", "run")
-    generate.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        action="append",
-        required=True,
-        help="may be given several times",
-    )
-    for name, kind, meaning in (
-        ("tokens", int, "tokens to add at most; end-of-text ends a text earlier"),
-        ("temperature", float, "divides the logits; 0: always the likeliest token"),
-        ("top-k", int, "sample from the K likeliest tokens only"),
-        ("top-p", float, "and from as few of them as reach this probability"),
-        ("seed", int, "another seed samples other texts"),
-    ):
-        default = getattr(Sampling, name.replace("-", "_"))
-        meaning += "" if default is None else f" (default: {default})"
-        generate.add_argument(f"--{name}", type=kind, default=default, help=meaning)
-    checkpoint = commands.add_parser(
-        "checkpoint",
-        help="list, show or verify the checkpoints of a run",
-        description="list a run's checkpoints, show one's config and leaves, or read every leaf "
-        "and compare its digest; needs no accelerator",
-        allow_abbrev=False,
-    )
-    checkpoint.add_argument("action", choices=("ls", "show", "verify"))
-    checkpoint.add_argument("path", metavar="PATH", help="a run folder, or one checkpoint in it")
-    checkpoint.set_defaults(command=_checkpoint, overrides=None)
-    verify = command(_verify, "compare loss and gradients of every layout with one device")
-    verify.add_argument(
-        "--layouts", metavar="FILE", help="one layout a line, as key=value overrides of one device"
-    )
-    plan = command(_plan, "compile the step: where every byte lies, what moves, whether it fits")
-    plan.add_argument(
-        "--target",
-        default="devices",
-        metavar="NAME",
-        help="devices: those here, or that the config simulates; cpu: as many simulated ones as "
-        "the config is meant for; else a TPU topology such as v5e:4x4, of which none is needed",
-    )
-    tables = plan.add_mutually_exclusive_group()
-    tables.add_argument("--json", action="store_true", help="the same as one JSON object")
-    tables.add_argument(
-        "--memory",
-        action="store_true",
-        help="instead, what each policy of recomputation saves and costs",
-    )
-    schedule = commands.add_parser(
-        "schedule",
-        help="simulate a pipeline schedule: its table, bubble, memory and Gantt chart",
-        description="check and simulate a pipeline schedule: its table, bubble, memory and Gantt "
-        "chart; starts no device",
-        allow_abbrev=False,
-    )
-    schedule.add_argument(
-        "name", metavar="NAME", help=f"{', '.join(NAMES)}, or a CSV file with a table of your own"
-    )
-    for name, meaning in (
-        ("stages", "devices along the pipe; a CSV file knows its own, and the next two"),
-        ("microbatches", "micro-batches of a step"),
-        ("chunks", "pieces each stage's layers are cut into, for interleaved"),
-    ):
-        schedule.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
-    schedule.add_argument(
-        "--uniform",
-        action="store_true",
-        help=f"the lockstep form of {', '.join(UNIFORM)}: ticks that are alike on all stages",
-    )
-    schedule.add_argument(
-        "--costs",
-        default="1,1,1",
-        metavar="F,B,W[,TRANSFER]",
-        help="time of forward, input gradient and weight gradient of one stage and micro-batch, "
-        "and of a transfer between stages, in any unit (default: 1,1,1,0)",
-    )
-    schedule.add_argument("--json", action="store_true", help="the figures as one JSON object")
-    schedule.add_argument("--png", metavar="FILE", help="also draw the Gantt chart")
-    schedule.set_defaults(command=_schedule, overrides=None)
-    config = command(_config, "print the resolved config with each field's meaning", nargs="?")
-    config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
-    command(_tokenize, "write the token store that training reads")
-
-    options, rest = parser.parse_known_args(arguments)
-    # argparse takes positionals in one run; overrides may also follow an option
-    if unknown := [word for word in rest if word.startswith("-")]:
-        parser.error(f"no such option: {' '.join(unknown)}")
-    if rest and options.overrides is None:
-        parser.error(f"no such argument: {' '.join(rest)}")
-    options.overrides = (options.overrides or []) + rest
-    return options
 
 
 def _is_ours(error: Exception) -> bool:

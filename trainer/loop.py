@@ -1,6 +1,4 @@
-"""A training run from config to result: where it begins, the loop, its evaluations, checkpoints and
-stops.
-"""
+"""A training run from config to result: the loop, its evaluations, checkpoints and stops."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,48 +18,22 @@ import jax
 from ..models.batch import Batch
 from ..models.pattern import held
 from ..models.position import position_number
-from ..sharding.keys import user_path
-from ..sharding.layout import Layout
-from .checkpoint.layer_order import in_model_order, in_stage_order, model_order_shapes
-from .checkpoint.manifest import newest_tokenizer_text
-from .checkpoint.restore import restore, set_aside
-from .checkpoint.run_folder import (
-    as_one_process,
-    check_data,
-    compare_models,
-    hold,
-    named,
-    resumes_from,
-    run_folder,
-    write_run_files,
-)
-from .checkpoint.save import Checkpoints, open_checkpoints
 from .config import Config
-from .config.load import load
 from .data.loader import batch_at, batch_shapes, placed, prefetch, train_rows
-from .data.shared import open_shared_data
-from .data.store import Store, documents_of
-from .data.tokenizer import Tokenizer, read_tokenizer
 from .evaluate import counting_levels, describe_evaluation, evaluate, heldout_batches
 from .generate import generate_texts
 from .inspect.flops import mfu, peak_flops, step_flops
-from .log.console import Reporter, decoration, report_steps
-from .log.metrics import MetricsFile, open_metrics, plot_expert_load, plot_loss
+from .log.console import decoration
+from .log.metrics import plot_expert_load, plot_loss
 from .log.nonfinite import describe_attempt, how_to_calm, why_it_ends
-from .log.summary import summarize
-from .optim.learning_rate import rate_change
-from .runtime.devices import prepare_devices
-from .runtime.processes import any_process, check_same_config, is_first, make_agree, on_first, watch
-from .runtime.stop import Agreement, Stopped, in_background, stop_on_signals, until_stopped
+from .runtime.processes import is_first
+from .runtime.stop import Stopped, in_background, until_stopped
 from .sampling import Sampling
+from .start import Run, prepare_run
 from .state import (
     State,
-    abstract_state,
     eval_params,
-    init_state,
-    lay_out,
     sharded_shapes,
-    with_params,
 )
 from .step import make_eval_step, make_train_step, step_shapes
 
@@ -90,26 +62,6 @@ class Result:
         return plot_expert_load(self.history, numbers, path)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the loop works with.
-
-    agreement: of all processes, to stop. wait: a future's result, or Stopped. phase: tells the
-    watchdog what comes next.
-    """
-
-    config: Config
-    layout: Layout
-    folder: Path
-    store: Store
-    metrics: MetricsFile
-    checkpoints: Checkpoints
-    reporter: Reporter
-    agreement: Agreement
-    wait: Callable[[Future[Any]], Any]
-    phase: Callable[[str | None], None]
-
-
 def train(config: Config) -> Result:
     """Train `config` to its end and evaluate it; checkpoint.resume says whether an existing run
     goes on.
@@ -135,124 +87,6 @@ def train(config: Config) -> Result:
         *files, last = "checkpoint", "metrics.jsonl", *drawn
         run.reporter.say(f"done: {', '.join(files)} and {last} are in {run.folder}")
     return result
-
-
-@contextmanager
-def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
-    """The run's folder, files and devices, ready to go on from the state that comes with them."""
-    prepare_devices(config)
-    check_same_config(config)
-    if not config.checkpoint.required and jax.process_count() > 1:
-        raise ValueError(
-            "checkpoint.required=false is for one process: several would not agree whether a "
-            "save has failed"
-        )
-    name = on_first(lambda: named(config).run.name)
-    config = replace(config, run=replace(config.run, name=name))
-    layout, folder = lay_out(config), run_folder(config)
-    kept = as_one_process(config, jax.process_count())
-    # before the data, which may take long
-    expected, _ = on_first(lambda: resumes_from(folder, kept))
-    store = open_shared_data(config, tokenizer_of(folder if expected else None, config))
-    with (
-        stop_on_signals(config.checkpoint.grace) as stop,
-        watch(config.launch.timeout) as phase,
-        report_steps(config.train.steps, config.log.every, quiet=not is_first()) as reporter,
-        ExitStack() as lock,
-    ):
-        on_first(lambda: lock.enter_context(hold(folder, config)))
-        resumes, changes = on_first(lambda: resumes_from(folder, kept))
-        if resumes != expected:
-            raise ValueError(f"{folder} has begun meanwhile, by another process; start again")
-        for line in summarize(config, layout, abstract_state(config)):
-            reporter.say(line)
-        reporter.say(f"run         {folder}")
-        for change in changes:
-            reporter.say(f"changed     {change}")
-        if resumes:
-            on_first(lambda: check_data(folder, documents_of(store.description.made_from)))
-        state = begin_state(config, layout, folder, resumes, reporter)
-        if resumes:  # while config.yaml is that of the last start
-            before, done = (folder / "config.yaml").absolute(), int(state.step)
-            if line := on_first(lambda: rate_change(load(before), kept, done)):
-                reporter.say(f"{'rate':<12}{line}")
-        on_first(lambda: write_run_files(folder, kept, store))
-        if any_process(not (folder / "config.yaml").is_file()):
-            raise ValueError(
-                f"run.dir={config.run.dir}: not all processes see {folder}; "
-                "write a folder that all hosts share"
-            )
-
-        # of several processes none may leave alone: they agree first
-        alone, agree = jax.process_count() == 1, make_agree(layout.mesh)
-        with (
-            open_metrics(
-                folder / "metrics.jsonl",
-                int(state.step),
-                position_number(state.position),
-                writes=is_first(),
-                required=config.checkpoint.required,
-                say=reporter.say,
-            ) as metrics,
-            open_checkpoints(
-                folder, kept, store.tokenizer.text, held_out_losses(metrics), reporter.say
-            ) as checkpoints,
-        ):
-            run = Run(
-                config=config,
-                layout=layout,
-                folder=folder,
-                store=store,
-                metrics=metrics,
-                checkpoints=checkpoints,
-                reporter=reporter,
-                agreement=Agreement(lambda: agree(stop.asked()), late=0 if alone else 1),
-                wait=stop.result if alone else Future.result,
-                phase=phase,
-            )
-            yield run, state
-
-
-def tokenizer_of(resumed: Path | None, config: Config) -> Tokenizer | None:
-    """The tokenizer that belongs to the parameters which the run begins with: of its own newest
-    checkpoint where it resumes, or of checkpoint.init_from. None: the parameters are random.
-    """
-    source, fallback = resumed, config.checkpoint.fallback
-    if source is None and config.checkpoint.init_from is not None:
-        source, fallback = user_path(config.checkpoint.init_from), False
-    if source is None:
-        return None
-    text = on_first(lambda: newest_tokenizer_text(source, fallback=fallback))
-    return read_tokenizer(text, str(source))
-
-
-def begin_state(
-    config: Config, layout: Layout, folder: Path, resumes: bool, reporter: Reporter
-) -> State:
-    """The state the run begins with: its newest checkpoint's, or a first one, with the parameters
-    of checkpoint.init_from if that is given.
-    """
-    steps, target = config.train.steps, model_order_shapes(config, layout)
-    held = sharded_shapes(config, layout)
-    if resumes:
-        step, state = restore(folder, target, fallback=config.checkpoint.fallback)
-        if step > steps:
-            raise ValueError(f"train.steps={steps}: {folder} has made {step} updates already")
-        for damaged in on_first(lambda: set_aside(folder, step)):
-            reporter.say(f"{'damaged':<12}{damaged}")
-        finished = ", that is all of them" if step == steps else ""
-        reporter.say(f"{'resumed':<12}after {step} of {steps} updates{finished}")
-        reporter.begin(step)
-        return in_stage_order(state, held, config)
-    state = init_state(config, layout)
-    if config.checkpoint.init_from is None:
-        return state
-    source = user_path(config.checkpoint.init_from)
-    for difference in on_first(lambda: compare_models(source, config)):
-        reporter.say(f"{'changed':<12}{difference}")
-    step, restored = restore(source, {"params": target.params})
-    reporter.say(f"{'parameters':<12}of step {step} of {source}")
-    return with_params(state, in_stage_order(restored["params"], held.params, config))
 
 
 def run_to_end(run: Run, state: State) -> State:
@@ -397,8 +231,7 @@ def record_step(run: Run, metrics: dict[str, Any], seconds: float) -> None:
 def save(run: Run, state: State, done: int) -> None:
     run.phase(None)  # a disk may take its time
     run.metrics.sync()
-    target = model_order_shapes(run.config, run.layout)
-    run.checkpoints.save(done, in_model_order(state, target, run.config))
+    run.checkpoints.save(done, state)
 
 
 def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float:
@@ -419,13 +252,6 @@ def evaluate_heldout(run: Run, eval_step: Any, state: State, done: int) -> float
     if not math.isfinite(result.loss):
         raise RunError(f"step {done}: held-out loss {result.loss}; {how_to_calm(run.config)}")
     return result.loss
-
-
-def held_out_losses(metrics: MetricsFile) -> dict[int, float]:
-    """Step -> held-out loss of the evaluations so far, as the first process knows them."""
-    history = metrics.history
-    lines = on_first(lambda: [line for line in history if line.get("eval_loss") is not None])
-    return {line["step"]: line["eval_loss"] for line in lines}
 
 
 def train_batches(run: Run, position: int) -> Generator[Future[Batch], None, None]:

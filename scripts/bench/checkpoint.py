@@ -52,7 +52,8 @@ def main() -> int:
     timed_step()
     alone, stall, commit, during = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        with open_checkpoints(Path(folder), config, ByteTokenizer.text, {}, print) as checkpoints:
+        text = ByteTokenizer.text
+        with open_checkpoints(Path(folder), config, layout, text, {}, print) as checkpoints:
             for number in range(rounds + 1):  # the first warms up
                 alone.append(timed_step())
                 started = time.perf_counter()

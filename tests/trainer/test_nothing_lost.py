@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshwright.models.position import position_number, position_words
-from meshwright.trainer import loop
+from meshwright.trainer import loop, start
 from meshwright.trainer.checkpoint.manifest import DamagedError, find_checkpoints
 from meshwright.trainer.checkpoint.restore import restore
 from meshwright.trainer.config import Config
@@ -105,20 +105,20 @@ def test_a_data_position_that_outgrows_a_word(edge, base, monkeypatch):
         f"run.name=from-{edge}",
     )
     rows, first = config.train.batch_size, edge - 4 * config.train.batch_size - 5
-    begin_state = loop.init_state
+    begin_state = start.init_state
 
     def long_after(*arguments):
         state = begin_state(*arguments)
         words = jax.device_put(position_words(first), state.position.sharding)
         return replace(state, position=words)
 
-    monkeypatch.setattr(loop, "init_state", long_after)
+    monkeypatch.setattr(start, "init_state", long_after)
     whole = train(config)
     positions = [line["position"] for line in whole.history if "position" in line]
     assert positions == [first + rows * update for update in range(1, 10)]
     assert positions[2] < edge < positions[5]  # checkpoints on both sides
     assert position_number(whole.state.position) == positions[-1]
-    monkeypatch.setattr(loop, "init_state", None)  # what resumes begins nothing
+    monkeypatch.setattr(start, "init_state", None)  # what resumes begins nothing
     for step in (3, 6):
         named = override(config, f"run.name=from-{edge}-{step}")
         assert_same_run(train(killed_after(whole, step, named)), whole)

@@ -19,10 +19,9 @@ from ..data.store import Store, check_fits, check_tokenizer, documents_of, open_
 from ..data.tokenizer import Tokenizer, read_tokenizer
 from ..runtime.devices import prepare_devices
 from ..runtime.processes import check_same_config, on_first
-from ..state import eval_part, lay_out, sharded_shapes
-from .layer_order import in_stage_order, model_order_shapes
+from ..state import eval_part, lay_out
 from .manifest import config_of, newest_tokenizer_text, run_of
-from .restore import restore
+from .restore import restore_part
 from .run_folder import read_trained_on
 
 
@@ -61,11 +60,9 @@ def open_run(
     layout = lay_out(config)
     fallback = config.checkpoint.fallback
     text = on_first(lambda: newest_tokenizer_text(path, fallback=fallback))
-    target = eval_part(model_order_shapes(config, layout))
-    _, restored = restore(path, target, fallback=fallback)
+    _, restored = restore_part(path, config, layout, eval_part, fallback=fallback)
     buffers = restored.pop("buffers")
     (params,) = restored.values()
-    params = in_stage_order(params, sharded_shapes(config, layout).params, config)
     return OpenRun(config, layout, read_tokenizer(text, str(path)), params, buffers)
 
 

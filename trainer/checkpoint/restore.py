@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ...sharding.layout import Layout
+from ..config import Config
 from ..runtime.processes import any_process, on_first
-from ..state import State, named_leaves
+from ..state import State, named_leaves, sharded_shapes
 from .digest import digests, host_digest
+from .layer_order import in_stage_order, model_order_shapes
 from .manifest import (
     DamagedError,
     Manifest,
@@ -51,6 +54,21 @@ def restore(path: Path, target: Any, *, fallback: bool = False) -> tuple[int, An
         except DamagedError as error:
             damage.append(str(error))
     raise DamagedError("; ".join(damage) + ("" if fallback else fallback_remedy(candidates[1:])))
+
+
+def restore_part(
+    path: Path,
+    config: Config,
+    layout: Layout,
+    part: Callable[[State], Any],
+    *,
+    fallback: bool = False,
+) -> tuple[int, Any]:
+    """`restore` for a run of this config: `part` of its State, or all of it, with layers in the
+    order in which the config's stages hold them, whatever pipeline saved it.
+    """
+    step, restored = restore(path, part(model_order_shapes(config, layout)), fallback=fallback)
+    return step, in_stage_order(restored, part(sharded_shapes(config, layout)), config)
 
 
 def set_aside(run: Path, step: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Saving: the state's leaves by name in Orbax, written in the background.
 
 A leaf's name is its path in `State` (`params.layers.attention.q`); its array is the whole logical
-one, so shards on disk bind no later mesh. A checkpoint's label is the number of completed updates.
+one, and layers stand in the model's order, so neither the mesh nor the pipeline that saved binds a
+later one. A checkpoint's label is the number of completed updates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
+from ...sharding.layout import Layout
 from ..config import Config
 from ..config.load import to_yaml
 from ..data.tokenizer import tokenizer_digest
@@ -26,6 +28,7 @@ from ..runtime.processes import any_process, is_first
 from ..runtime.stop import in_background
 from ..state import State, named_leaves
 from .digest import digests
+from .layer_order import in_model_order, model_order_shapes
 from .manifest import Leaf, Manifest, sealed
 from .orbax import hush_orbax, plain_path, reason
 
@@ -46,6 +49,7 @@ class Checkpoints:
         self,
         run: Path,
         config: Config,
+        layout: Layout,
         tokenizer: str,
         losses: dict[int, float],
         say: Callable[[str], None],
@@ -55,6 +59,7 @@ class Checkpoints:
         self._run = run
         self._old = run / "checkpoints" / "old"
         self._config = config
+        self._layout = layout
         self._tokenizer = tokenizer
         self._say = say
         self._pending: int | None = None
@@ -90,7 +95,8 @@ class Checkpoints:
         if step in (self.newest, self._pending):
             return
         self.wait()
-        leaves = named_leaves(state)
+        target = model_order_shapes(self._config, self._layout)
+        leaves = named_leaves(in_model_order(state, target, self._config))
         marks = jax.device_get(digests(leaves))
         described = {
             name: Leaf(list(leaf.shape), str(leaf.dtype), int(marks[name]))
@@ -162,6 +168,7 @@ class Checkpoints:
 def open_checkpoints(
     run: Path,
     config: Config,
+    layout: Layout,
     tokenizer: str,
     losses: dict[int, float],
     say: Callable[[str], None],
@@ -169,7 +176,7 @@ def open_checkpoints(
     """The checkpoints of the run in folder `run`; leaving waits for what is still being written,
     and raises CheckpointError if it fails.
     """
-    checkpoints = Checkpoints(run, config, tokenizer, losses, say)
+    checkpoints = Checkpoints(run, config, layout, tokenizer, losses, say)
     try:
         yield checkpoints
         checkpoints.wait()

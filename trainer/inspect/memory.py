@@ -16,16 +16,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
 from ...models.batch import Batch
-from ...models.config import ROUTE, RematConfig, Saved
+from ...models.config import RematConfig, Saved
 from ...models.dropout import row_keys
 from ...models.pattern import segments
 from ...models.transformer import Layers, Transformer, split
 from ...sharding.layout import Layout, specs
 from ..assembly import Piece, make_stages, training_loss
 from ..config import Config
+from ..log.tables import in_columns
 from ..state import abstract_state, lay_out
 from ..step import step_shapes
-from .plan import DoesNotFitError, compile_step, in_columns, say_compiling
+from .plan import DoesNotFitError, compile_step, say_compiling
 
 POLICIES = ("none", "full", "selective", "offload")
 UNNAMED, BLOCK_INPUT = "without a name", "block.input"
@@ -66,8 +67,8 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
         except DoesNotFitError:
             return "does not fit"
 
-    routes = [ROUTE] if config.model.moe.experts is not None else []
-    names = (*get_args(Saved), *routes, UNNAMED)
+    named = [*get_args(Saved), *(name for cost in costs for name in cost.saved)]
+    names = [*dict.fromkeys(name for name in named if name != UNNAMED), UNNAMED]
     rows: dict[str, list[float]] = {
         name: [cost.saved[name] / layers for cost in costs] for name in names
     }
@@ -86,7 +87,7 @@ def memory_table(config: Config, devices: Sequence[Any]) -> str:
             f"micro-batch(es); remat {own}",
             *in_columns(
                 [["", *POLICIES], *([name, *row] for name, row in cells.items())],
-                (24, 16, 16, 16, 16),
+                figures=len(POLICIES),
             ),
         ]
     )

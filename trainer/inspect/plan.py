@@ -17,6 +17,7 @@ import jax
 from ...sharding.layout import Layout, is_param, spec_axes
 from ...sharding.rules import RULES
 from ..config import Config
+from ..log.tables import in_columns
 from ..state import abstract_state, lay_out
 from ..step import make_train_step, step_shapes
 from .hlo import Collective, read_program
@@ -209,7 +210,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     for held in plan.held:
         figures = [f"{size:,}" for size in (held.replicated, held.sharded, held.formula)]
         held_rows.append([f"{held.what}, {held.role}", *figures, " · ".join(held.axes)])
-    yield from in_columns(held_rows, (30, 16, 16, 16))
+    yield from in_columns(held_rows, figures=3)
     yield ""
     rows = [["bytes sent by a device in a step", "times", "sent", "formula", "exposed", "for"]]
     for moved in plan.moved:
@@ -219,7 +220,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         figures = [f"{size:,}" for size in (moved.sent, moved.formula, moved.exposed)]
         rows.append([name, times, *figures, ", ".join(moved.why)])
     rows.append(["unexplained", "", f"{plan.unexplained:,}", "", "", ""])
-    yield from in_columns(rows, (36, 7, 16, 16, 16))
+    yield from in_columns(rows, figures=4)
     if any(moved.at_least for moved in plan.moved):
         yield "≥: in loops whose length follows from data, each counted as one round"
     for line in plan.unknown:
@@ -237,19 +238,3 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield f"fits in {memory.limit:,}: {1 - total / memory.limit:.0%} is left"
     else:
         yield f"does not fit in {memory.limit:,}: {total - memory.limit:,} too many"
-
-
-def in_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    """Lines of a table: names on the left, figures in columns of at least these widths, wider where
-    a cell asks for it, and what may stand behind them as it is.
-    """
-    widths = [
-        max(width, *(len(row[column]) + (2 if column else 0) for row in rows))
-        for column, width in enumerate(widths)
-    ]
-    for row in rows:
-        name, *figures = (
-            f"{cell:>{width}}" if column else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        )
-        yield "  ".join(["".join([name, *figures]), *row[len(widths) :]]).rstrip()

@@ -14,6 +14,7 @@ from ...sharding.layout import Layout
 from ..config import Config
 from ..optim.optimizer import decayed, rate_factors
 from ..state import State, named_leaves, state_shardings
+from .tables import in_columns
 
 
 def summarize(config: Config, layout: Layout, state: State) -> list[str]:
@@ -50,8 +51,7 @@ def summarize(config: Config, layout: Layout, state: State) -> list[str]:
         rows["rate times"] = ", ".join(changed)
     if layout.mesh.size > 1:
         rows["replicated"] = ", ".join(name for name, flag in whole.items() if flag) or "nothing"
-    lines = [f"{name:<12}{text}" for name, text in rows.items()]
-    return lines + [f"{'note':<12}{note}" for note in layout.resolved.notes]
+    return in_columns([*rows.items(), *(("note", note) for note in layout.resolved.notes)])
 
 
 def device_bytes(tree: Any, shardings: Any) -> int:

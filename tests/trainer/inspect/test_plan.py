@@ -16,7 +16,7 @@ from meshwright.trainer.config.load import override, to_yaml
 from meshwright.trainer.inspect import plan as plans
 from meshwright.trainer.inspect.hlo import Collective, Program
 from meshwright.trainer.inspect.memory import memory_table
-from meshwright.trainer.inspect.plan import describe_plan, in_columns, make_plan
+from meshwright.trainer.inspect.plan import describe_plan, make_plan
 from runs import SMALL, first_devices, make_config
 
 BLOCKS, TABLES, NORMS = 2 * (16 * 32 + 16 * 16 + 3 * 16 * 24), 2 * 384 * 16, 5 * 16
@@ -380,13 +380,3 @@ def test_stages_that_differ_send_what_the_first_one_does(model, schedule):
     assert (plan.unexplained, plan.unknown) == (0, ())
     sent, formula = (sum(getattr(row, name) for row in plan.moved) for name in ("sent", "formula"))
     assert sent > 0.8 * formula  # XLA sends less where it sees the same gather twice
-
-
-def test_columns_are_as_wide_as_their_cells():
-    rows = [["a", "times", "for"], ["a long name", "9,999,999,999", "x, y"], ["b", "", ""]]
-    assert list(in_columns(rows, (4, 9))) == [
-        "a                    times  for",
-        "a long name  9,999,999,999  x, y",
-        "b",
-    ]
-    assert list(in_columns([["a", "1"]], (4, 3))) == ["a     1"]

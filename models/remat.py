@@ -24,14 +24,13 @@ LayerRun = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def scan_repeats(
-    period: Sequence[LayerRun], x: Any, repeats: Any, remat: RematConfig, grouped: bool = False
+    period: Sequence[LayerRun], x: Any, repeats: Any, remat: RematConfig
 ) -> tuple[Any, list[Any]]:
     """x, an array or a tree of them, through the layers of a period, again for each of `repeats`,
     data [R, ...], under the policy. Returns x and what each layer has to collect, [R, ...].
 
     Where only each k-th repeat is recomputed, repeats are scanned in groups of k, the first k-1 of
-    a group in a scan of their own: the program holds two periods, whatever R and k. grouped:
-    whether `repeats` come as [R/k, k, ...] already.
+    a group in a scan of their own: the program holds two periods, whatever R and k.
     """
 
     def run(wrap: Callable[[LayerRun], LayerRun], pick: Callable[[Any], Any], x: Any, given: Any):
@@ -58,14 +57,9 @@ def scan_repeats(
         together = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), of_first, of_last)
         return x, together
 
-    groups = repeats if grouped else group_repeats(repeats, remat)
+    groups = jax.tree.map(lambda a: a.reshape(-1, remat.every, *a.shape[1:]), repeats)
     x, collected = lax.scan(group_of_repeats, x, groups)
     return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), collected)
-
-
-def group_repeats(tree: Any, remat: RematConfig) -> Any:
-    """[R, ...] -> [R/k, k, ...]"""
-    return jax.tree.map(lambda a: a.reshape(-1, remat.every, *a.shape[1:]), tree)
 
 
 def same(a: Any) -> Any:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..sharding import context
-from ..sharding.layout import Layout, is_param
+from ..sharding.layout import Layout
 from ..sharding.linear import lookup
 from ..sharding.traffic import taken
 from . import init, pattern
@@ -34,7 +34,7 @@ from .layers.kinds import KINDS
 from .layers.sublayer import Sublayer, Tally
 from .norms import rms_norm
 from .pattern import Layer, Slot
-from .remat import group_repeats, recompute_all, scan_repeats
+from .remat import recompute_all, scan_repeats
 from .rope import rotations
 from .vocab import Loss, cross_entropy_share
 
@@ -174,10 +174,8 @@ def blocks(
             count = sum(slot.has(kind) for slot in slots)
             rows = slice(used[kind], used[kind] + repeats * count)
             used[kind] += repeats * count
-            stacks[kind] = getattr(p, kind)
-            if not is_grouped(p):
-                by_repeat = partial(_by_repeat, rows=rows, repeats=repeats)
-                stacks[kind] = jax.tree.map(by_repeat, stacks[kind])
+            by_repeat = partial(_by_repeat, rows=rows, repeats=repeats)
+            stacks[kind] = jax.tree.map(by_repeat, getattr(p, kind))
         told, chosen = knows_number(chunk, inputs), any(len(slot.options) > 1 for slot in slots)
         places = chunk.numbers[here].reshape(repeats, period) if told else None
         choice = chunk.choice[here].reshape(repeats, period) if chosen else None
@@ -192,9 +190,7 @@ def blocks(
             )
             for place in range(period)
         ]
-        if grouped := is_grouped(p):
-            places, choice = group_repeats((places, choice), remat)
-        x, tallies = scan_repeats(layers, x, (stacks, places, choice), remat, grouped)
+        x, tallies = scan_repeats(layers, x, (stacks, places, choice), remat)
         for kind in stacks:
             found = [tally[kind] for tally in tallies if kind in tally]
             loss += sum(jnp.sum(tally.loss) for tally in found)
@@ -209,25 +205,6 @@ def blocks(
         for name, parts in named.items():
             sums[name] = _in_model(kind, jnp.concatenate(parts), chunk, inputs.config)
     return x, loss, sums
-
-
-def is_grouped(p: Layers) -> bool:
-    """Whether the stacks are [n/k, k, ...]: see `group_layers`."""
-    param = jax.tree.leaves(p, is_leaf=is_param)[0]
-    return len(param.get_value().shape) - len(param.axes) == 2
-
-
-def group_layers(p: Layers, chunk: Sequence[Slot], remat: RematConfig) -> Layers:
-    """The stacks [n, ...] as [n/k, k, ...], k = remat.every, where all layers of a chunk are alike:
-    a pipeline's, since what is reshaped inside a stage is stashed with each micro-batch.
-    """
-    alike = len({*chunk}) == 1 and len(chunk[0].options) == 1
-    return group_repeats(p, remat) if remat.every > 1 and alike else p
-
-
-def ungroup_layers(p: Layers) -> Layers:
-    """Undoes `group_layers`."""
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), p) if is_grouped(p) else p
 
 
 def knows_number(chunk: Chunk, inputs: LayerInputs) -> bool:

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .keys import STRICT, LocalPath, ReadWhen, check_read
-from .pipeline.load import load_schedule, read_schedule, read_table
+from .keys import STRICT, ReadWhen, check_read
+from .pipeline.load import TableFile, load_schedule, read_schedule
 from .pipeline.schedules import UNIFORM, Name, Schedule
 
 MESH_AXES = ("replica", "pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -148,7 +148,7 @@ class LayoutConfig:
         ),
     ] = "1f1b"
     schedule_file: Annotated[
-        LocalPath | None,
+        TableFile | None,
         Field(
             description="a table in place of layout.schedule: a CSV file, see docs/pipeline.md, or "
             "its text, which is what a run keeps",
@@ -195,12 +195,6 @@ class LayoutConfig:
                         f"layout.{key}={written} is not read where layout.schedule_file has a "
                         f"table; leave one of them out"
                     )
-            if "\n" not in self.schedule_file:  # frozen, but nothing has seen it yet
-                try:
-                    table = read_table(self.schedule_file)
-                except ValueError as error:
-                    raise ValueError(f"layout.schedule_file={error}") from None
-                object.__setattr__(self, "schedule_file", table)
         check_read(self, "layout")
 
     @property

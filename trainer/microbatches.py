@@ -16,14 +16,12 @@ from ..models.batch import Batch
 from ..models.transformer import (
     Layers,
     Transformer,
-    group_layers,
     join,
     split,
-    ungroup_layers,
 )
 from ..sharding.gradients import scatter_gradients
 from ..sharding.layout import Layout, specs
-from ..sharding.pipeline.executor import Stages, run_schedule
+from ..sharding.pipeline.executor import Stages, Totals, run_schedule
 from ..sharding.pipeline.schedules import Schedule, forward_schedule
 from .assembly import Piece, forward_share
 from .config import Config
@@ -52,7 +50,6 @@ def add_up_gradients(
     if schedule is None:
         return _one_by_one(params, pieces, stages, scatter, mark)
     ends, layers = split(params)
-    layers = group_layers(layers, config.chunk_slots(), config.remat)
     return _by_schedule(schedule, ends, layers, pieces, stages, layout, scatter, mark)
 
 
@@ -96,10 +93,14 @@ def _by_schedule(
     if mark:
         by_leaf = (
             jax.tree.unflatten(jax.tree.structure(tree), marks.T)
-            for tree, marks in zip((ends, layers), totals.marks, strict=True)
+            for tree, marks in ((ends, totals.ends_marks), (layers, totals.stack_marks))
         )
         marks = jnp.stack(jax.tree.leaves(join(*by_leaf)), axis=1)
-    return join(totals.ends, ungroup_layers(totals.stack)), _sums(totals), marks
+    return (
+        join(totals.ends, totals.stack),
+        totals.layer_sums | totals.head_sums,
+        marks,
+    )
 
 
 def add_up_sums(
@@ -117,9 +118,9 @@ def add_up_sums(
     count = math.gcd(rows, config.train.microbatches)
     pieces = jax.tree.map(lambda a: a.reshape(count, rows // count, a.shape[2]), batch)
     schedule = forward_schedule(training.stages, count, training.chunks, training.placement)
-    return _sums(run_schedule(schedule, stages, ends, layers, Piece(pieces), layout))
+    totals = run_schedule(schedule, stages, ends, layers, Piece(pieces), layout)
+    return _sums(totals)
 
 
-def _sums(totals: Any) -> dict[str, jax.Array]:
-    of_layers, of_head = totals.sums
-    return of_layers | of_head
+def _sums(totals: Totals) -> dict[str, jax.Array]:
+    return totals.layer_sums | totals.head_sums

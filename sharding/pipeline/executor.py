@@ -9,16 +9,16 @@ stages take that have it. There collectives may run whose groups lie on one stag
 for which CPU waits for all devices. In both, activations and gradients travel along `pipe` outside
 any branch, and embedding and head, which meet all stages, run as the tick alone says.
 
-F stashes what its VJP saves, but for the parameters, which are there anyway: B computes nothing
-again that the policy of recomputation does not, and no weight waits in a buffer. Where the table
-has any W apart from its B, B leaves the gradients of products by weights to W: see `taps.py`.
-Letters: p stages, m micro-batches, v chunks of n layers on a stage, x[...] one micro-batch's
-activations.
+B computes nothing of a layer again that the policy of recomputation does not: F stashes what its
+backward pass needs (`passes.py`). Where the table has any W apart from its B, B leaves the
+gradients of products by weights to W (`taps.py`). Letters: p stages, m micro-batches, v chunks of n
+layers on a stage, x[...] one micro-batch's activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,53 +28,70 @@ import numpy as np
 from jax import lax
 
 from ..collectives import all_reduce, axis_index, shift
-from ..layout import Layout, is_param
-from ..taps import Product, find_products, make_taps, weight_gradients, with_taps
+from ..layout import Layout
+from ..taps import find_products, make_taps
 from ..traffic import taken
-from .orders import arrival, find_places, sent_ways, splits_backward, stage_orders, tick_groups
+from .orders import (
+    Backward,
+    Forward,
+    Orders,
+    Weights,
+    find_places,
+    sent_ways,
+    splits_backward,
+    stage_orders,
+    tick_groups,
+)
+from .passes import Gradients, Passes, trace_forward, trace_passes
 from .schedules import Schedule
 
 AXIS = "pipe"
 
+Mark = Callable[[Any], jax.Array]
+"""Gradients of ends or of a chunk, or of some of its leaves -> [leaf] f32."""
+
 
 class Stages(NamedTuple):
-    """What the schedule drives. ends: parameters of embedding and head; chunk: of one chunk's
-    layers [n, ...]; piece: one micro-batch's data; depth: of the chunk in the model.
-    """
+    """What the schedule drives: the parts of a model, all local."""
 
     embed: Callable[[Any, Any], jax.Array]
-    """(ends, piece) -> x, the same on all stages"""
+    """(ends, piece) -> x, the same on all stages. ends: parameters of embedding and head; piece:
+    one micro-batch's data"""
     layers: Callable[[Any, jax.Array, Any, Any], tuple[tuple[jax.Array, jax.Array], Any]]
-    """(chunk, x, piece, depth) -> (y like x, this device's share of the loss), sums to log"""
+    """(chunk, x, piece, depth) -> (y like x, this device's share of the loss), sums to log. chunk:
+    parameters of one chunk's layers [n, ...]; depth: of that chunk in the model"""
     head: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
     """(ends, y, piece) -> this device's share of the loss, sums to log"""
 
 
 class Totals(NamedTuple):
-    """Over all micro-batches, this device's part. sums: to log, of layers and of head; the others
-    None of a table without B: gradients of ends and stack; marks [m, ...] of both.
-    """
+    """Over all micro-batches, this device's part. Of a table without B sums alone."""
 
-    sums: tuple[Any, Any]
+    layer_sums: Any
+    """what layers log"""
+    head_sums: Any
+    """what the head logs"""
     ends: Any = None
+    """gradients of embedding and head"""
     stack: Any = None
-    marks: Any = None
+    """gradients of this stage's layers"""
+    ends_marks: Any = None
+    """[m, leaf of ends]"""
+    stack_marks: Any = None
+    """[m, leaf of stack]"""
 
 
-class _Rows(NamedTuple):
-    """Buffers [rows, ...]; the last row of each is for what nobody waits for."""
+class _Buffers(NamedTuple):
+    """What waits on this stage, [rows, ...]; the last row of each is for what nobody waits for."""
 
     x: Any
+    """activations, for their F"""
     dy: Any = None
+    """their gradients, for their B"""
     stash: Any = None
+    """what an F hands over to its B"""
     taps: Any = None
-
-
-class _Gradients(NamedTuple):
-    """Some of a chunk's: numbers of its leaves, and a tree with those leaves alone."""
-
-    numbers: Sequence[int]
-    tree: Any
+    """what a B leaves for its W"""
 
 
 def run_schedule(
@@ -85,246 +102,238 @@ def run_schedule(
     pieces: Any,
     layout: Layout,
     scatter: Callable[[Any], Any] = lambda grads: grads,
-    mark: Callable[[Any], jax.Array] | None = None,
+    mark: Mark | None = None,
 ) -> Totals:
     """Local. stack: this stage's layers [v·n, ...], chunk after chunk; pieces: [m, ...]. scatter:
-    gradients of ends or of a chunk, or of some of its leaves -> what is added up of them. mark: the
-    same gradients -> [leaf] f32, of which each micro-batch's maximum is kept.
+    gradients of ends or of a chunk, or of some of its leaves -> what is added up of them. mark: of
+    the same gradients each micro-batch's maximum is kept.
 
     n the bytes of x: a stage sends n along `pipe` as often as `permutes` says. Embedding and head
     all-reduce n each for every micro-batch, and once more backward.
     """
-    table, ways, v = stage_orders(schedule), sent_ways(schedule), schedule.chunks
-    trains = bool(table["B"].any())
-    stage = axis_index(AXIS, layout)
-    last, _ = find_places(schedule)[-1]
-    passes = _chunk_passes(stages, _products(schedule, stages, ends, stack, pieces), trains)
+    orders, stage = stage_orders(schedule), axis_index(AXIS, layout)
+    passes = _trace(schedule, stages, ends, stack, pieces)
+    run = _Executor(
+        schedule, stages, ends, stack, pieces, layout, scatter, mark, passes, stage,
+        last=find_places(schedule)[-1][0], ways=sent_ways(schedule, orders),
+        trains=bool(orders.B.there.any()),
+    )  # fmt: skip
 
-    def add_ends(totals: Totals, grads: Any, microbatch: Any) -> Totals:
-        if mark:
-            of_ends, of_stack = totals.marks
-            totals = totals._replace(marks=(of_ends.at[microbatch].max(mark(grads)), of_stack))
-        return totals._replace(ends=jax.tree.map(jnp.add, totals.ends, scatter(grads)))
+    def own(order: np.ndarray) -> jax.Array:
+        whole = jnp.asarray(order)
+        return whole if order.ndim == 1 else jnp.take(whole, stage, 1)
 
-    def add_chunk(totals: Totals, grads: _Gradients, kind: str, now: dict[str, jax.Array]):
-        numbers, tree = grads
-        if mark:
-            of_ends, of_stack = totals.marks
-            new = jnp.where(now[kind], mark(tree), 0.0)
-            of_stack = of_stack.at[now[f"{kind}.microbatch"], np.asarray(numbers)].max(new)
-            totals = totals._replace(marks=(of_ends, of_stack))
-        sums, structure = jax.tree.flatten(totals.stack)
-        for number, grad in zip(numbers, jax.tree.leaves(scatter(tree)), strict=True):
-            sums[number] = _add_part(sums[number], grad, now[f"{kind}.chunk"], v)
-        return totals._replace(stack=jax.tree.unflatten(structure, sums))
-
-    def tick(
-        state: tuple[_Rows, Totals], now: dict[str, jax.Array], group: dict[str, np.ndarray]
-    ) -> tuple[_Rows, Totals]:
-        """One tick. now: this stage's orders; group: those of all stages in the ticks like it."""
-        rows, totals = state
-
-        def phase(kind: str, run: Callable[[Any], Any], value: Any) -> Any:
-            """`run(value)` on the stages that have an op of this kind; `value` on the others, or
-            what `run` makes of it masked. All groups together, each stage has as many as the first.
-            """
-            if schedule.uniform or group[kind].all():
-                return run(value)
-            with jax.named_scope(taken(int(group[kind][:, 0].sum()), len(group[kind]))):
-                return lax.cond(now[kind], run, lambda value: value, value)
-
-        def sometimes(name: str, run: Callable[[Any, Any], Any], value: Any) -> Any:
-            """`run(piece, value)` in the ticks that have this order, `value` in the others."""
-            there = group[name] >= 0
-            if not there.any():
-                return value
-
-            def with_piece(value: Any) -> Any:
-                return run(_row(pieces, now[name]), value)
-
-            if there.all():
-                return with_piece(value)
-            with jax.named_scope(taken(int(there.sum()), len(there))):
-                return lax.cond(now[name] >= 0, with_piece, lambda value: value, value)
-
-        def head(piece: Any, value: tuple[Any, Totals]) -> tuple[Any, Totals]:
-            waiting, totals = value
-            whole = all_reduce(jnp.where(stage == last, y, jnp.zeros_like(y)), AXIS, layout)
-
-            def share(ends: Any, y: jax.Array):
-                return stages.head(ends, y, piece)
-
-            if not trains:
-                return waiting, _add_sums(totals, head=share(ends, whole)[1])
-            one, vjp, sums = jax.vjp(share, ends, whole, has_aux=True)
-            grads, dy = vjp(jnp.ones_like(one))
-            dy = all_reduce(dy, AXIS, layout)
-            totals = add_ends(_add_sums(totals, head=sums), grads, now["head"])
-            return _put(waiting, dy, now["head.dy"]), totals
-
-        def embed_backward(piece: Any, totals: Totals) -> Totals:
-            first = jnp.where(now["B.first"], dx, jnp.zeros_like(dx))
-            (grads,) = jax.vjp(lambda ends: stages.embed(ends, piece), ends)[1](first)
-            return add_ends(totals, grads, now["embed_backward"])
-
-        def run_forward(value: tuple[_Rows, Totals, Any]) -> tuple[_Rows, Totals, Any]:
-            rows, totals, x = value
-            piece, chunk = _row(pieces, now["F.microbatch"]), _part(stack, now["F.chunk"], v)
-            y, sums, stash = passes.forward(chunk, x, piece, now["F.depth"])
-            kept = jax.tree.map(lambda a: jnp.where(now["F"], a, 0), sums)
-            if trains:
-                rows = rows._replace(stash=_put(rows.stash, stash, now["F.stash"]))
-            return rows, _add_sums(totals, layers=kept), y
-
-        def run_backward(value: tuple[_Rows, Totals, Any]) -> tuple[_Rows, Totals, Any]:
-            rows, totals, dy = value
-            stash, chunk = _row(rows.stash, now["B.stash"]), _part(stack, now["B.chunk"], v)
-            grads, taps, dx = passes.backward(chunk, stash, dy, now["B"])
-            if passes.products:
-                rows = rows._replace(taps=_put(rows.taps, taps, now["B.taps"]))
-            return rows, add_chunk(totals, grads, "B", now), dx
-
-        def run_weights(totals: Totals) -> Totals:
-            taps, chunk = _row(rows.taps, now["W.taps"]), _part(stack, now["W.chunk"], v)
-            return add_chunk(totals, passes.weights(chunk, taps), "W", now)
-
-        y: Any = None
-        dx: Any = None
-        if group["F"].any():
-            x = _row(rows.x, now["F.x"])
-            first = sometimes(
-                "embed", lambda piece, _: stages.embed(ends, piece), jnp.zeros_like(x)
-            )
-            x = jnp.where(now["F.first"], first, x)
-            rows, totals, y = phase("F", run_forward, (rows, totals, x))
-            dy, totals = sometimes("head", head, (rows.dy, totals))
-            rows = rows._replace(dy=dy)
-        if group["B"].any():
-            rows, totals, dx = phase("B", run_backward, (rows, totals, _row(rows.dy, now["B.dy"])))
-            totals = sometimes("embed_backward", embed_backward, totals)
-        if passes.products and group["W"].any():
-            totals = phase("W", run_weights, totals)
-        return _exchange(rows, {"x": y, "dy": dx}, ways, now, layout), totals
-
-    def first_state(ends: Any, stack: Any, pieces: Any) -> tuple[_Rows, Totals]:
-        """The state before the first tick, of which only shapes are wanted."""
-        piece, chunk = _row(pieces, 0), _part(stack, 0, v)
-        x = stages.embed(ends, piece)
-        y, sums, stash = passes.forward(chunk, x, piece, 0)
-        sums, sizes = (sums, stages.head(ends, y, piece)[1]), schedule.buffers
-        if not trains:
-            return _Rows(_rows(x, sizes["x"])), Totals(sums)
-        taps = make_taps(passes.products, jax.tree.leaves(chunk))
-        waiting = ("x", x), ("dy", x), ("stash", stash), ("taps", taps)
-        rows = (_rows(a, sizes[name]) for name, a in waiting)
-        marks = mark and _rows((mark(ends), mark(chunk)), schedule.microbatches - 1)
-        return _Rows(*rows), Totals(sums, scatter(ends), scatter(stack), marks)
-
-    shapes = jax.eval_shape(first_state, ends, stack, pieces)
-    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run.first_state))
     for ticks in tick_groups(schedule):
-        group = {name: order[ticks] for name, order in table.items()}
-        own = {
-            name: jnp.asarray(order) if order.ndim == 1 else jnp.take(jnp.asarray(order), stage, 1)
-            for name, order in group.items()
-        }
-        run = partial(tick, group=group)
-        state, _ = lax.scan(lambda state, now, run=run: (run(state, now), None), state, own)
+        group = orders.map(lambda order, ticks=ticks: order[ticks])
+        tick = partial(run.tick, group)
+        state, _ = lax.scan(lambda state, now, tick=tick: (tick(now, *state), None), state,
+                            group.map(own))  # fmt: skip
     return state[1]
 
 
-class _Passes(NamedTuple):
-    """Those of one chunk. products: what `backward` leaves for `weights`."""
-
-    products: Sequence[Product]
-    forward: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any, list[jax.Array]]]
-    """(chunk, x, piece, depth) -> y, sums to log, what B needs beside the parameters"""
-    backward: Callable[
-        [Any, Sequence[jax.Array], jax.Array, jax.Array], tuple[_Gradients, Any, Any]
-    ]
-    """(chunk, what F kept, dy, whether there is a B) -> gradients, what W needs, dx"""
-    weights: Callable[[Any, Any], _Gradients]
-    """(chunk, what B kept) -> gradients"""
-
-
-def _chunk_passes(stages: Stages, products: Sequence[Product], trains: bool) -> _Passes:
-    later = sorted(number for product in products for number in product.weights)
-    assert len(set(later)) == len(later)
-
-    def at_once(params: Sequence[Any]) -> list[int]:
-        return [number for number in range(len(params)) if number not in later]
-
-    recipes: list[Any] = []  # how B puts a VJP together again: the same for every F
-
-    def forward(chunk: Any, x: jax.Array, piece: Any, depth: Any):
-        params, structure = jax.tree.flatten(chunk)
-        numbers = at_once(params)
-
-        def layers(some: Any, taps: Any, x: jax.Array):
-            leaves = list(params)
-            for number, leaf in zip(numbers, jax.tree.leaves(some), strict=True):
-                leaves[number] = leaf
-            leaves = with_taps(products, leaves, taps)
-            return stages.layers(jax.tree.unflatten(structure, leaves), x, piece, depth)
-
-        given = _only(chunk, numbers), make_taps(products, params), x
-        if not trains:
-            (y, _), sums = layers(*given)
-            return y, sums, []
-        (y, _), vjp, sums = jax.vjp(layers, *given, has_aux=True)
-        saved, tree = jax.tree.flatten(vjp)
-        known = {id(leaf): number for number, leaf in enumerate(params)}
-        places = [known.get(id(leaf)) for leaf in saved]
-        recipes.append((tree, places))
-        return y, sums, [a for a, place in zip(saved, places, strict=True) if place is None]
-
-    def backward(chunk: Any, stash: Sequence[jax.Array], dy: jax.Array, active: jax.Array):
-        (tree, places), *others = recipes
-        assert all(more == places for _, more in others)
-        kept, params = iter(stash), jax.tree.leaves(chunk)
-        leaves = [next(kept) if place is None else params[place] for place in places]
-        masked = jnp.where(active, dy, jnp.zeros_like(dy)), active.astype(jnp.float32)
-        some, taps, dx = jax.tree.unflatten(tree, leaves)(masked)
-        return _Gradients(at_once(params), some), taps, dx
-
-    def weights(chunk: Any, taps: Any) -> _Gradients:
-        grads = weight_gradients(products, jax.tree.leaves(chunk), taps)
-        structure = jax.tree.structure(_only(chunk, later))
-        return _Gradients(later, jax.tree.unflatten(structure, [grads[n] for n in later]))
-
-    return _Passes(products, forward, backward, weights)
+def _trace(schedule: Schedule, stages: Stages, ends: Any, stack: Any, pieces: Any) -> Passes:
+    """The passes of a chunk of this schedule."""
+    piece, chunk = _row(pieces, 0), _part(stack, 0, schedule.chunks)
+    x = jax.eval_shape(stages.embed, ends, piece)
+    if all(op.kind == "F" for _, _, op in schedule.ops()):
+        return trace_forward(stages.layers, chunk, x, piece)
+    products = []
+    if splits_backward(schedule):
+        products = find_products(lambda chunk: stages.layers(chunk, jnp.zeros(x.shape, x.dtype),
+                                                             piece, 0), chunk)  # fmt: skip
+    return trace_passes(stages.layers, products, chunk, x, piece)
 
 
-def _products(
-    schedule: Schedule, stages: Stages, ends: Any, stack: Any, pieces: Any
-) -> list[Product]:
-    """What B leaves for W."""
-    if not splits_backward(schedule):
-        return []
+@dataclass(frozen=True)
+class _Executor:
+    """One stage's program. The methods are the phases of a tick, each of which takes its orders."""
 
-    def layers(chunk: Any) -> Any:
-        piece = _row(pieces, 0)
-        return stages.layers(chunk, stages.embed(ends, piece), piece, 0)
+    schedule: Schedule
+    stages: Stages
+    ends: Any
+    stack: Any
+    pieces: Any
+    layout: Layout
+    scatter: Callable[[Any], Any]
+    mark: Mark | None
+    passes: Passes
+    stage: Any
+    """which this is"""
+    last: int
+    """the stage of the model's last chunk"""
+    ways: dict[str, Sequence[int]]
+    trains: bool
 
-    return find_products(layers, _part(stack, 0, schedule.chunks))
+    def tick(
+        self, group: Orders, now: Orders, buffers: _Buffers, totals: Totals
+    ) -> tuple[_Buffers, Totals]:
+        """One tick. now: this stage's orders; group: those of all stages in the ticks like it."""
+        y = dx = None
+        if group.F.there.any():
+            x = self.entering(group, now, buffers)
+            forward = partial(self.forward, now.F)
+            buffers, totals, y = self.phase(group.F, now.F, forward, (buffers, totals, x))
+            dy, totals = self.sometimes(
+                group.head, now.head, partial(self.head, now, y), (buffers.dy, totals)
+            )
+            buffers = buffers._replace(dy=dy)
+        if group.B.there.any():
+            dy = _row(buffers.dy, now.B.dy)
+            backward = partial(self.backward, now.B)
+            buffers, totals, dx = self.phase(group.B, now.B, backward, (buffers, totals, dy))
+            totals = self.sometimes(
+                group.embed_backward, now.embed_backward,
+                partial(self.embed_backward, now, dx), totals,
+            )  # fmt: skip
+        if self.passes.products and group.W.there.any():
+            weights = partial(self.weights, now.W, buffers)
+            totals = self.phase(group.W, now.W, weights, totals)
+        return self.exchange(now, buffers, y, dx), totals
+
+    def phase(self, group: Any, now: Any, run: Callable[[Any], Any], value: Any) -> Any:
+        """`run(value)` on the stages that have an op of this kind; `value` on the others, or what
+        `run` makes of it masked. All ticks together, each stage has as many as the first.
+        """
+        if self.schedule.uniform or group.there.all():
+            return run(value)
+        with jax.named_scope(taken(int(group.there[:, 0].sum()), len(group.there))):
+            return lax.cond(now.there, run, lambda value: value, value)
+
+    def sometimes(
+        self, group: np.ndarray, now: Any, run: Callable[[Any, Any], Any], value: Any
+    ) -> Any:
+        """`run(piece, value)` in the ticks that name a micro-batch, on all stages; `value` in the
+        others.
+        """
+        there = group >= 0
+        if not there.any():
+            return value
+
+        def with_piece(value: Any) -> Any:
+            return run(_row(self.pieces, now), value)
+
+        if there.all():
+            return with_piece(value)
+        with jax.named_scope(taken(int(there.sum()), len(there))):
+            return lax.cond(now >= 0, with_piece, lambda value: value, value)
+
+    def entering(self, group: Orders, now: Orders, buffers: _Buffers) -> jax.Array:
+        """The activations that F takes: those that have arrived, or the embedding's."""
+        x = _row(buffers.x, now.F.x)
+
+        def embed(piece: Any, _: jax.Array) -> jax.Array:
+            return self.stages.embed(self.ends, piece)
+
+        first = self.sometimes(group.embed, now.embed, embed, jnp.zeros_like(x))
+        return jnp.where(now.F.first, first, x)
+
+    def forward(self, now: Forward, value: tuple[_Buffers, Totals, jax.Array]) -> Any:
+        """F: -> buffers, totals, y."""
+        buffers, totals, x = value
+        piece, chunk = _row(self.pieces, now.microbatch), self.chunk(now.chunk)
+        y, sums, stash = self.passes.forward(chunk, x, piece, now.depth)
+        kept = jax.tree.map(lambda a: jnp.where(now.there, a, 0), sums)
+        if self.trains:
+            buffers = buffers._replace(stash=_put(buffers.stash, stash, now.stash))
+        totals = totals._replace(layer_sums=jax.tree.map(jnp.add, totals.layer_sums, kept))
+        return buffers, totals, y
+
+    def head(
+        self, now: Orders, y: jax.Array, piece: Any, value: tuple[Any, Totals]
+    ) -> tuple[Any, Totals]:
+        """The loss of what has left the last chunk, and its gradient: -> buffer of dy, totals."""
+        waiting, totals = value
+        own = jnp.where(self.stage == self.last, y, jnp.zeros_like(y))
+        whole = all_reduce(own, AXIS, self.layout)
+
+        def share(ends: Any, y: jax.Array) -> tuple[jax.Array, Any]:
+            return self.stages.head(ends, y, piece)
+
+        if not self.trains:
+            return waiting, _log_head(totals, share(self.ends, whole)[1])
+        one, vjp, sums = jax.vjp(share, self.ends, whole, has_aux=True)
+        grads, dy = vjp(jnp.ones_like(one))
+        dy = all_reduce(dy, AXIS, self.layout)
+        totals = self.add_ends(_log_head(totals, sums), grads, now.head)
+        return _put(waiting, dy, now.head_dy), totals
+
+    def backward(self, now: Backward, value: tuple[_Buffers, Totals, jax.Array]) -> Any:
+        """B: -> buffers, totals, dx."""
+        buffers, totals, dy = value
+        stash, chunk = _row(buffers.stash, now.stash), self.chunk(now.chunk)
+        grads, taps, dx = self.passes.backward(chunk, stash, dy, now.there)
+        if self.passes.products:
+            buffers = buffers._replace(taps=_put(buffers.taps, taps, now.taps))
+        return buffers, self.add_chunk(totals, grads, now), dx
+
+    def embed_backward(self, now: Orders, dx: jax.Array, piece: Any, totals: Totals) -> Totals:
+        """The embedding's gradient, of what has left the first chunk backward."""
+        first = jnp.where(now.B.first, dx, jnp.zeros_like(dx))
+        _, vjp = jax.vjp(lambda ends: self.stages.embed(ends, piece), self.ends)
+        (grads,) = vjp(first)
+        return self.add_ends(totals, grads, now.embed_backward)
+
+    def weights(self, now: Weights, buffers: _Buffers, totals: Totals) -> Totals:
+        """W: the gradients that B has left."""
+        taps, chunk = _row(buffers.taps, now.taps), self.chunk(now.chunk)
+        return self.add_chunk(totals, self.passes.weights(chunk, taps), now)
+
+    def exchange(self, now: Orders, buffers: _Buffers, y: Any, dx: Any) -> _Buffers:
+        """y goes to the chunk behind, as its x, dx to the one before, as its dy, on whichever stage
+        that is; None is not sent.
+        """
+        for name, value in (("x", y), ("dy", dx)):
+            for by in self.ways[name] if value is not None else ():
+                arrived, row = shift(value, AXIS, by, self.layout), now.arrivals[name, by]
+                buffers = buffers._replace(**{name: _put(getattr(buffers, name), arrived, row)})
+        return buffers
+
+    def chunk(self, number: Any) -> Any:
+        return _part(self.stack, number, self.schedule.chunks)
+
+    def add_ends(self, totals: Totals, grads: Any, microbatch: Any) -> Totals:
+        if self.mark:
+            marks = totals.ends_marks.at[microbatch].max(self.mark(grads))
+            totals = totals._replace(ends_marks=marks)
+        return totals._replace(ends=jax.tree.map(jnp.add, totals.ends, self.scatter(grads)))
+
+    def add_chunk(self, totals: Totals, grads: Gradients, now: Backward | Weights) -> Totals:
+        if self.mark:
+            new = jnp.where(now.there, self.mark(grads.tree), 0.0)
+            marks = totals.stack_marks.at[now.microbatch, np.asarray(grads.numbers)].max(new)
+            totals = totals._replace(stack_marks=marks)
+        sums, structure = jax.tree.flatten(totals.stack)
+        scattered = jax.tree.leaves(self.scatter(grads.tree))
+        for number, grad in zip(grads.numbers, scattered, strict=True):
+            sums[number] = _add_part(sums[number], grad, now.chunk, self.schedule.chunks)
+        return totals._replace(stack=jax.tree.unflatten(structure, sums))
+
+    def first_state(self) -> tuple[_Buffers, Totals]:
+        """The state before the first tick, of which only shapes are wanted."""
+        piece, chunk = _row(self.pieces, 0), self.chunk(0)
+        x = self.stages.embed(self.ends, piece)
+        y, sums, stash = self.passes.forward(chunk, x, piece, jnp.int32(0))
+        sums, sizes = (sums, self.stages.head(self.ends, y, piece)[1]), self.schedule.buffers
+        if not self.trains:
+            return _Buffers(_rows(x, sizes["x"])), Totals(*sums)
+        taps = make_taps(self.passes.products, jax.tree.leaves(chunk))
+        buffers = _Buffers(
+            _rows(x, sizes["x"]),
+            _rows(x, sizes["dy"]),
+            _rows(stash, sizes["stash"]),
+            _rows(taps, sizes["taps"]),
+        )
+        totals = Totals(*sums, self.scatter(self.ends), self.scatter(self.stack))
+        if self.mark:
+            marked = self.mark(self.ends), self.mark(chunk)
+            marks = _rows(marked, self.schedule.microbatches - 1)
+            totals = totals._replace(ends_marks=marks[0], stack_marks=marks[1])
+        return buffers, totals
 
 
-def _only(tree: Any, numbers: Sequence[int]) -> Any:
-    """The tree with no Params but those."""
-    params, structure = jax.tree.flatten(tree, is_leaf=is_param)
-    kept = (param if number in numbers else None for number, param in enumerate(params))
-    return jax.tree.unflatten(structure, kept)
-
-
-def _exchange(rows: _Rows, sent: dict[str, Any], ways: Any, now: Any, layout: Layout) -> _Rows:
-    """y goes to the chunk behind, as its x, dx to the one before, as its dy, on whichever stage
-    that is; None is not sent.
-    """
-    for buffer, value in sent.items():
-        for by in ways[buffer] if value is not None else ():
-            kept, row = getattr(rows, buffer), now[arrival(buffer, by)]
-            rows = rows._replace(**{buffer: _put(kept, shift(value, AXIS, by, layout), row)})
-    return rows
+def _log_head(totals: Totals, sums: Any) -> Totals:
+    return totals._replace(head_sums=jax.tree.map(jnp.add, totals.head_sums, sums))
 
 
 def _rows(tree: Any, rows: int) -> Any:
@@ -360,11 +369,3 @@ def _add_part(tree: Any, values: Any, part: Any, parts: int) -> Any:
     return jax.tree.map(
         lambda a, b: lax.dynamic_update_slice_in_dim(a, b, part * b.shape[0], 0), tree, added
     )
-
-
-def _add_sums(totals: Totals, layers: Any = None, head: Any = None) -> Totals:
-    more = [
-        sums if new is None else jax.tree.map(jnp.add, sums, new)
-        for sums, new in zip(totals.sums, (layers, head), strict=True)
-    ]
-    return totals._replace(sums=tuple(more))

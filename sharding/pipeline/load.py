@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from ..keys import check_local, user_path
+from pydantic import AfterValidator
+
+from ..keys import LocalPath, check_local, user_path
 from .check import check_ops, check_rows, check_schedule
 from .schedules import (
     NAMES,
@@ -59,6 +62,19 @@ def read_table(file: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ValueError(f"{file}: {reason}; write a CSV file") from None
     return "\n".join((*text.splitlines(), ""))
+
+
+def _read_key(written: str) -> str:
+    if "\n" in written:  # it is the text already
+        return written
+    try:
+        return read_table(written)
+    except ValueError as error:
+        raise ValueError(f"layout.schedule_file={error}") from None
+
+
+TableFile = Annotated[LocalPath, AfterValidator(_read_key)]
+"""What a config key that names such a file is declared as: its value is the file's text."""
 
 
 def _path(file: str) -> Path:

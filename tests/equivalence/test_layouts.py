@@ -4,6 +4,7 @@ import functools
 import math
 from itertools import combinations, product
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ def test_recomputation_changes_no_bit():
     metrics, grads = gradients(*SMALL, "remat.policy=full")
     expected, expected_grads = gradients(*SMALL)
     assert metrics == expected
-    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+    chex.assert_trees_all_equal(grads, expected_grads)
 
 
 def test_bf16_computes_near_f32_and_keeps_f32_gradients():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,7 +210,7 @@ def averaging():
 def test_what_is_evaluated_lies_like_the_parameters(averaging):
     _, _, state = averaging
     average = eval_params(state)
-    jax.tree.map(np.testing.assert_array_equal, average, state.params)
+    chex.assert_trees_all_equal(average, state.params)
     for leaf, param in zip(jax.tree.leaves(average), jax.tree.leaves(state.params), strict=True):
         assert leaf.sharding.is_equivalent_to(param.sharding, leaf.ndim)
     assert not all(
@@ -237,7 +238,7 @@ def test_other_parameters_begin_their_own_average(averaging):
     _, _, state = averaging
     doubled = jax.tree.map(lambda leaf: 2 * leaf, state.params)
     begun = with_params(state, doubled)
-    jax.tree.map(np.testing.assert_array_equal, eval_params(begun), doubled)
+    chex.assert_trees_all_equal(eval_params(begun), doubled)
     for leaf, before in zip(jax.tree.leaves(begun), jax.tree.leaves(state), strict=True):
         assert leaf.sharding.is_equivalent_to(before.sharding, leaf.ndim)
     buffers = [

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,8 +142,7 @@ def test_a_power_of_two_scales_the_loss_and_nothing_else(scale):
     batch = place(synthetic_batch(config), config, layout)
     scaled = run(params, batch, 0, jnp.float32(scale))
     plain = run(params, batch, 0, jnp.float32(1))
-    for a, b in zip(jax.tree.leaves(scaled), jax.tree.leaves(plain), strict=True):
-        assert np.array_equal(a, b)
+    chex.assert_trees_all_equal(scaled, plain)
 
 
 @pytest.mark.parametrize(("compute", "rounding"), [("bf16", 2**-8), ("f16", 2**-11)])

@@ -2,8 +2,8 @@
 
 import functools
 
+import chex
 import jax
-import numpy as np
 import pytest
 
 from meshwright.models.position import position_number
@@ -45,7 +45,7 @@ def shipped(*overrides: str):
 def assert_same_bits(found, expected):
     (metrics, grads), (expected_metrics, expected_grads) = found, expected
     assert metrics == expected_metrics
-    jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+    chex.assert_trees_all_equal(grads, expected_grads)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,6 +5,7 @@ Rows of different lengths are fed in pieces, right-padded, then token by token.
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,7 +183,7 @@ def test_padding_leaves_no_trace():
     place = np.arange(TEXT.shape[1])
     after = place >= LENGTHS[:, None] + STEPS
     _, again, cache_again = run(np.where(after, 256, TEXT), LENGTHS)
-    jax.tree.map(np.testing.assert_array_equal, (logits, cache), (again, cache_again))
+    chex.assert_trees_all_equal((logits, cache), (again, cache_again))
     written = np.arange(SLOTS) < LENGTHS[:, None] + STEPS
     for a in cache["attention"]:  # [L, B, K, T, head_dim]
         found = np.any(np.asarray(a) != 0, axis=-1)

@@ -7,6 +7,7 @@ import functools
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,7 @@ def test_rings_are_the_collectives_they_replace(size, directions):
         return jax.tree.map(lambda a: a[None], (found, expected))
 
     run = shard_map(local, layout, (P(None, "tensor"), P()), P("tensor"))
-    jax.tree.map(np.testing.assert_array_equal, *run(cut, whole))
+    chex.assert_trees_all_equal(*run(cut, whole))
 
 
 def dots_and_permutes(function, layout, *arrays):

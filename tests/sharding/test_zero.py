@@ -4,8 +4,8 @@ they are the parameters again.
 
 from __future__ import annotations
 
+import chex
 import jax
-import numpy as np
 import pytest
 
 from meshwright.sharding.layout import specs
@@ -31,6 +31,6 @@ def test_parts_are_those_of_the_state_and_make_up_the_whole(mesh, stage):
     )  # fmt: skip
     compiled = jax.jit(mapped).lower(params).compile()
     own, whole = compiled(params)
-    jax.tree.map(np.testing.assert_array_equal, own, params)
-    jax.tree.map(np.testing.assert_array_equal, whole, params)
+    chex.assert_trees_all_equal(own, params)
+    chex.assert_trees_all_equal(whole, params)
     assert ("all-gather" in compiled.as_text()) == (stage in (1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +99,7 @@ def test_the_first_state(first):
 def test_init_params_are_those_of_the_first_state(first):
     config, layout, state = first
     params = init_params(config, layout)
-    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+    chex.assert_trees_all_equal(params, state.params)
     shardings = [[leaf.sharding for leaf in jax.tree.leaves(p)] for p in (params, state.params)]
     assert shardings[0] == shardings[1]
 

@@ -102,9 +102,13 @@ def pipeline_gradients(schedule: Schedule, tell=None):
     def local(ends, stack, pieces):
         stages = Stages(embed, layers_of, head)
         totals = run_schedule(schedule, stages, ends, stack, pieces, layout)
-        of_layers, of_head = totals.sums
         grads = lax.psum(totals.ends, "pipe")  # each stage has its share of embedding and head
-        return of_head["loss"], lax.psum(of_layers["ran"], "pipe"), grads, totals.stack
+        return (
+            totals.head_sums["loss"],
+            lax.psum(totals.layer_sums["ran"], "pipe"),
+            grads,
+            totals.stack,
+        )
 
     spec = specs(stack, layout.param_spec)
     loss, ran, of_ends, of_stack = jax.device_get(

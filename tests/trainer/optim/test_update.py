@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ def test_at_or_below_the_limit_gradients_stay_bitwise(limit, mesh):
     grads = grads_of_norm(4.0)
     found, norm = clipped(grads, limit, mesh)
     assert norm == 4.0
-    jax.tree.map(np.testing.assert_array_equal, found, grads)
+    chex.assert_trees_all_equal(found, grads)
 
 
 @pytest.mark.parametrize("mesh", [ONE, EIGHT])
@@ -57,8 +58,8 @@ def test_above_the_limit_all_gradients_shrink_alike(limit, mesh):
     grads = grads_of_norm(4.0)
     found, norm = clipped(grads, limit, mesh)
     assert norm == 4.0
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(a, b * limit / 4, rtol=1e-6)
+    expected = jax.tree.map(lambda grad: grad * limit / 4, grads)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
 def test_gradients_of_zero_stay_zero():

@@ -97,10 +97,8 @@ def prepare_run(config: Config) -> Iterator[tuple[Run, State]]:
         if resumes:
             on_first(lambda: check_data(folder, documents_of(store.description.made_from)))
         state = begin_state(config, layout, folder, resumes, reporter)
-        if resumes:  # while config.yaml is that of the last start
-            before, done = (folder / "config.yaml").absolute(), int(state.step)
-            if line := on_first(lambda: rate_change(load(before), kept, done)):
-                reporter.say(f"{'rate':<12}{line}")
+        if resumes:
+            say_rate_change(folder, kept, int(state.step), reporter)
         on_first(lambda: write_run_files(folder, kept, store))
         if any_process(not (folder / "config.yaml").is_file()):
             raise ValueError(
@@ -149,6 +147,15 @@ def tokenizer_of(resumed: Path | None, config: Config) -> Tokenizer | None:
         return None
     text = on_first(lambda: newest_tokenizer_text(source, fallback=fallback))
     return read_tokenizer(text, str(source))
+
+
+def say_rate_change(folder: Path, kept: Config, done: int, reporter: Reporter) -> None:
+    """Say what becomes of the learning rate of a run that resumes after `done` updates, while the
+    folder's config.yaml is still that of the last start.
+    """
+    before = (folder / "config.yaml").absolute()
+    if line := on_first(lambda: rate_change(load(before), kept, done)):
+        reporter.say(f"{'rate':<12}{line}")
 
 
 def begin_state(

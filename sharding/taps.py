@@ -24,26 +24,29 @@ Tap = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
 class Product(NamedTuple):
-    """One layer's product of x with several weights. weights: numbers of their leaves; shards: what
-    one layer's look like; tap: likewise; gradients: (shards' shapes, x, dys) -> of each shard.
-    """
+    """One layer's product of x with several weights."""
 
     weights: tuple[int, ...]
+    """numbers of the weights' leaves"""
     shards: tuple[jax.ShapeDtypeStruct, ...]
+    """shapes of one layer's weights on this device"""
     tap: Any
+    """shapes of one layer's `Tap`"""
     gradients: Callable[..., Sequence[jax.Array]]
+    """(shapes of the shards, x, dys) -> the gradient of each shard"""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["shard", "tap"], meta_fields=["note"])
 @dataclass(frozen=True)
 class Tapped:
-    """A weight in its `Param`, with the tap of the product that it is the first weight of. note: of
-    a weight whose product is still to be found, tells of it.
-    """
+    """Stands in a `Param` where a weight's array does, and brings more with it."""
 
     shard: jax.Array
+    """the array"""
     tap: Tap | None = None
+    """of the product that it is the first weight of"""
     note: Note | None = None
+    """where `find_products` wants to read of the product"""
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.shard[index]
@@ -55,10 +58,12 @@ class Tapped:
 
 @dataclass(frozen=True, eq=False)
 class Note:
-    """Of the leaf with this number: where to write a product down."""
+    """Where to write down what multiplies by a leaf."""
 
     number: int
+    """of the leaf"""
     found: dict[tuple[int, ...], Product]
+    """the products so far, by the numbers of their weights"""
 
 
 def find_products(function: Callable[[Any], Any], tree: Any) -> list[Product]:

@@ -44,12 +44,14 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives back. history: objects of metrics.jsonl; levels: entropies of counting."""
+    """What a run gives back."""
 
     folder: Path
     config: Config = field(repr=False)
     history: list[dict[str, Any]] = field(repr=False)
+    """the objects of metrics.jsonl"""
     levels: dict[str, float]
+    """losses of models that only count, to hold a run's against: see `entropy.py`"""
     state: State = field(repr=False)
 
     def plot(self, path: Path | None = None):

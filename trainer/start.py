@@ -44,11 +44,7 @@ from .state import State, abstract_state, init_state, lay_out, with_params
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with.
-
-    agreement: of all processes, to stop. wait: a future's result, or Stopped. phase: tells the
-    watchdog what comes next.
-    """
+    """What the loop works with."""
 
     config: Config
     layout: Layout
@@ -58,8 +54,11 @@ class Run:
     checkpoints: Checkpoints
     reporter: Reporter
     agreement: Agreement
+    """of all processes, to stop"""
     wait: Callable[[Future[Any]], Any]
+    """gives a future's result, or raises Stopped"""
     phase: Callable[[str | None], None]
+    """tells the watchdog what comes next"""
 
 
 @contextmanager

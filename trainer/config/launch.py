@@ -73,19 +73,20 @@ EXPLICIT = "launch.coordinator=HOST:PORT launch.process_id=… launch.process_co
 
 @plain_dataclass(frozen=True)
 class Scheduler:
-    """How a scheduler started this process, read from the environment as JAX reads it.
-
-    method: JAX's name of the scheduler. count: processes; None where only a service knows. missing:
-    what JAX needs and does not find. remedy: how to come by it. one_per_host: this process is the
-    only one on its host.
-    """
+    """How a scheduler started this process."""
 
     name: str
+    """as messages call it"""
     method: str
+    """JAX's name of it"""
     count: int | None
+    """processes; None where only a service knows"""
     missing: tuple[str, ...] = ()
+    """what JAX needs and does not find"""
     remedy: str = ""
+    """how to come by that"""
     one_per_host: bool = False
+    """whether this process is the only one on its host"""
 
 
 def find_scheduler(environ: Mapping[str, str], on_tpu: bool = True) -> Scheduler | None:

@@ -27,63 +27,77 @@ from .traffic import step_traffic
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one device of the parameters of a role, of their optimizer state, or of the sums of
-    their gradients. formula: what ZeRO's table says (arXiv 1910.02054), tensor parallelism
-    included.
+    """Bytes that one device holds of the parameters of a role, of their optimizer state, or of the
+    sums of their gradients.
     """
 
     what: str
+    """which of the three"""
     role: str
     replicated: int
+    """bytes that every device holds alike"""
     sharded: int
+    """this device's part of the rest"""
     axes: tuple[str, ...]
+    """mesh axes that cut the rest"""
     formula: int
+    """bytes by ZeRO's table (arXiv 1910.02054), with tensor parallelism"""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What one device sends in a step by one kind of collective over some mesh axes (None: not
-    those of the mesh). at_least: some of it in loops whose length follows from data, counted as one
-    round. exposed: the part not overlapped with computation. formula: see traffic.py.
-    """
+    """What one device sends in a step by one kind of collective over the same mesh axes."""
 
     axes: tuple[str, ...] | None
+    """None: the devices that take part are no axes of the mesh"""
     kind: str
+    """as in `all-reduce`"""
     dtypes: tuple[str, ...]
     times: int
+    """how often it runs"""
     at_least: bool
+    """whether it stands in a loop whose length follows from data, which is counted as one round"""
     sent: int
+    """bytes, by the compiled program"""
     exposed: int
+    """bytes of it that do not travel while something is computed"""
     formula: int
+    """bytes, by `traffic.py`"""
     why: tuple[str, ...]
+    """the mechanisms in that formula"""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device. arguments: state and batch; the new state takes the old one's place.
-    limit: what the device has; None: not known, or the host's. fits: None where limit is.
-    """
+    """Bytes of one device."""
 
     arguments: int
+    """state and batch; the new state takes the old one's place"""
     temporaries: int
     limit: int | None
+    """what the device has; None: not known, or the host's"""
     fits: bool | None
+    """None where the limit is"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """unexplained: bytes sent beyond the formulas. unknown: lines of the program that look like
-    communication and were not understood.
-    """
+    """Where every byte of a compiled step lies, and what moves."""
 
     name: str
+    """of the run"""
     mesh: dict[str, int]
+    """sizes of its axes, those of one device left out"""
     device: str
+    """the kind of device that it is compiled for"""
     zero: int
+    """layout.zero"""
     held: tuple[Held, ...]
     moved: tuple[Moved, ...]
     unexplained: int
+    """bytes sent beyond the formulas"""
     unknown: tuple[str, ...]
+    """lines of the program that look like communication and were not understood"""
     memory: Memory
 
 

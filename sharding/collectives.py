@@ -11,11 +11,13 @@ An axis of size 1 returns its input: XLA keeps size-1 collectives on CPU. Nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from .layout import Layout
@@ -51,10 +53,34 @@ def reduce_scatter(
 ) -> jax.Array:
     """A[.., D, ..]{partial over axes} -> A[.., D_axes, ..] along `dim`. Sends (N-1)/N·n, and adds
     up, in `dtype` (default: x's own).
+
+    Where an axis goes along several sides of a torus, one side at a time: XLA for TPU makes of a
+    scatter over two an all-reduce, which sends twice as much, and cuts a piece off.
     """
     wide = _wide(axes, layout)
-    scatter = partial(lax.psum_scatter, axis_name=wide, scatter_dimension=dim, tiled=True)
-    return _in_dtype(scatter, x, dtype) if wide else x
+    if not wide:
+        return x
+    sides = dict(layout.sides)
+    if not sides.keys() & {*wide}:
+        scatter = partial(lax.psum_scatter, axis_name=wide, scatter_dimension=dim, tiled=True)
+        return _in_dtype(scatter, x, dtype)
+
+    def scatter_by_side(x: jax.Array) -> jax.Array:
+        for axis in wide:
+            for groups in _side_groups(sides.get(axis, (layout.size(axis),))):
+                x = lax.psum_scatter(
+                    x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True
+                )
+        return x
+
+    return _in_dtype(scatter_by_side, x, dtype)
+
+
+def _side_groups(sides: Sequence[int]) -> list[list[list[int]]]:
+    """For each side, the outer one first, the places on an axis that differ along it alone."""
+    places = np.arange(math.prod(sides)).reshape(sides)
+    lines = (np.moveaxis(places, side, -1) for side in range(len(sides)))
+    return [line.reshape(-1, line.shape[-1]).tolist() for line in lines]
 
 
 def _in_dtype(collective: Callable[[Any], Any], tree: Any, dtype: Any) -> Any:

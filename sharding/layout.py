@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .config import LayoutConfig
+from .mesh import torus_sides
 from .rules import ZERO_AXES, Dim, Resolved, resolve
 
 
@@ -28,6 +29,8 @@ class Layout:
     config: LayoutConfig = field(hash=False)  # it holds lists
     reduce: Any
     """dtype in which gradients travel"""
+    sides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """mesh axis -> the sides of the torus that it goes along, where there are several"""
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
@@ -109,7 +112,8 @@ def make_layout(
     branches: see `resolve`. Raises ValueError where they do not fit.
     """
     resolved = resolve(config, dict(mesh.shape), dims, branches)
-    return Layout(mesh, resolved, config, reduce)
+    sides = tuple((axis, sides) for axis, sides in torus_sides(mesh).items() if len(sides) > 1)
+    return Layout(mesh, resolved, config, reduce, sides)
 
 
 def is_param(leaf: Any) -> bool:

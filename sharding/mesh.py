@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from .config import MESH_AXES, MeshConfig
-from .rules import mesh_sizes
+from .rules import ZERO_AXES, mesh_sizes
 
 PATIENCE = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
@@ -46,6 +47,64 @@ def simulate_devices(count: int) -> None:
         )
 
 
+def torus_sides(mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """For each axis over which gradients are scattered the sides of the torus that it goes along,
+    so that a place on the axis counts row by row over them: (4, 4) where 16 devices are those of
+    4 × 4 chips. Of an axis along one side, or of devices without coordinates, its size alone.
+    """
+    return {
+        axis: _sides(np.moveaxis(mesh.devices, MESH_AXES.index(axis), -1)) or (mesh.shape[axis],)
+        for axis in ZERO_AXES
+    }
+
+
+def _side_by_side(grid: np.ndarray) -> np.ndarray:
+    """The grid with each axis that gradients are scattered over in the order of its devices'
+    coordinates, where all its lines allow that: what comes as a ring through several sides of a
+    torus then goes row by row, and one side can be scattered over at a time. The other axes stay
+    rings, for what goes round them.
+    """
+    for axis in map(MESH_AXES.index, ZERO_AXES):
+        line = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])[0]
+        if (places := _coordinates(line)) is None:
+            continue
+        order = np.lexsort(places.T[::-1])
+        ordered = np.take(grid, order, axis)
+        if _sides(np.moveaxis(ordered, axis, -1)):
+            grid = ordered
+    return grid
+
+
+def _sides(lines: np.ndarray) -> tuple[int, ...] | None:
+    """The sides of the box that each line of devices [..., n] fills row by row; None where that is
+    not so of all, or the box has one side.
+    """
+    sides = None
+    for line in lines.reshape(-1, lines.shape[-1]):
+        if (places := _coordinates(line)) is None:
+            return None
+        ranks = [np.unique(column, return_inverse=True) for column in places.T]
+        box = tuple(len(values) for values, _ in ranks)
+        if not np.array_equal(
+            np.ravel_multi_index([rank for _, rank in ranks], box), np.arange(len(line))
+        ):
+            return None
+        if sides not in (None, box):
+            return None
+        sides = box
+    wide = tuple(side for side in sides or () if side > 1)
+    return wide if len(wide) > 1 else None
+
+
+def _coordinates(line: np.ndarray) -> np.ndarray | None:
+    """[device, dim]; None where devices have none, or lie in several slices."""
+    places = [getattr(device, "coords", None) for device in line]
+    slices = {getattr(device, "slice_index", None) for device in line}
+    if None in places or len(slices) > 1:
+        return None
+    return np.asarray(places)
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of `config` over `devices` (default: all): every axis there is, all of type Auto.
     One may be longer than the side of a torus, as tensor=8 of 4×4×4 chips.
@@ -67,7 +126,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         grid = mesh_utils.create_device_mesh(
             list(sizes.values()), devices, allow_split_physical_axes=True
         )
-        return Mesh(grid, MESH_AXES, axis_types=types)
+        return Mesh(_side_by_side(grid), MESH_AXES, axis_types=types)
     outer = {axis: config.dcn.get(axis, 1) for axis in MESH_AXES}
     for axis, parts in outer.items():
         if sizes[axis] % parts:

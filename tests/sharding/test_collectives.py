@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -198,3 +199,20 @@ def test_each_transposes_to_its_partner(layout, x, function, partner):
     pulled, expected, product = np.moveaxis(found, 3, 0)
     np.testing.assert_array_equal(pulled, expected)
     np.testing.assert_allclose((pulled * x).sum(), product[..., 0, 0].sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("sides", [(2, 4), (4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_scatter_by_sides_of_a_torus_is_that_over_the_axis(sides, dim):
+    """On whole numbers, where the order of sums changes nothing."""
+    whole = layout_on(fsdp=8)
+    torus = replace(whole, sides=(("fsdp", sides),))
+    x = np.random.default_rng(0).integers(-9, 9, (8, 16, 8)).astype(np.float32)
+
+    def scattered(layout):
+        def local(x):
+            return reduce_scatter(x[0], "fsdp", dim, layout)[None]
+
+        return np.asarray(shard_map(local, layout, P("fsdp"), P("fsdp"))(x))
+
+    np.testing.assert_array_equal(scattered(torus), scattered(whole))

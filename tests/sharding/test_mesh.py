@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from meshwright.sharding.config import MESH_AXES, MeshConfig
-from meshwright.sharding.mesh import make_mesh, simulate_devices
+from meshwright.sharding.mesh import make_mesh, simulate_devices, torus_sides
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,24 @@ class Torus(Chip):
 
 
 TWO_SLICES = [Chip(i, slice_index=i // 4) for i in range(8)]
+
+
+def test_an_axis_that_is_a_torus_goes_row_by_row():
+    chips = [Torus(i) for i in range(16)]
+    mesh = make_mesh(MeshConfig(data=1, fsdp=16), chips)
+    assert [chip.coords[:2] for chip in mesh.devices.flat] == [
+        (x, y) for x in range(4) for y in range(4)
+    ]
+    assert torus_sides(mesh) == {"data": (1,), "fsdp": (4, 4), "expert": (1,)}
+
+
+def test_what_is_no_torus_has_no_sides():
+    assert torus_sides(make_mesh(MeshConfig())) == {"data": (8,), "fsdp": (1,), "expert": (1,)}
+    both = make_mesh(MeshConfig(data=8, dcn={"data": 2}), TWO_SLICES)
+    assert torus_sides(both)["data"] == (8,)
+    chips = [Torus(i) for i in range(16)]
+    sides = torus_sides(make_mesh(MeshConfig(data=1, fsdp=4, tensor=4), chips))
+    assert sides == {"data": (1,), "fsdp": (4,), "expert": (1,)}
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])

@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import pytest
 
+from meshwright.sharding import layout as layouts
 from meshwright.trainer.cli import main
 from meshwright.trainer.config.load import override, to_yaml
 from meshwright.trainer.inspect import plan as plans
@@ -152,6 +153,19 @@ def test_a_layout_sends_what_its_contract_says(layout):
     for row in plan.moved:  # only the tables of further micro-batches are cheaper than the formula
         saved = one_way(4 * TABLES, 8) if "mesh.fsdp=8 train.micro" in layout else 0
         assert row.formula - row.sent == (saved if row.kind == "all-gather" else 0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_torus_scatters_the_same_bytes_side_by_side(stage, monkeypatch):
+    one_by_one = "mesh.fsdp=8", f"layout.zero={stage}"
+    _, whole = plan_of(*one_by_one)
+    monkeypatch.setattr(layouts, "torus_sides", lambda mesh: {"fsdp": (2, 4)})
+    _, torus = plan_of(*one_by_one)
+    assert (torus.unexplained, torus.unknown) == (0, ())
+    (before,), (after,) = (
+        [row for row in plan.moved if row.kind == "reduce-scatter"] for plan in (whole, torus)
+    )
+    assert (after.sent, after.times) == (before.sent, 2 * before.times)
 
 
 @pytest.mark.parametrize("layout", ["mesh.fsdp=4 mesh.tensor=2", "mesh.fsdp=8 layout.zero=1"])

@@ -87,12 +87,13 @@ SECOND = ("model.moe.second_expert=random",)
     ("kind", "layout"),
     [
         ((*GSHARD, *SECOND), "mesh.data=2 mesh.expert=4 layout.zero=2"),
-        (SMALL_GROUPS, "mesh.context=4 layout.context=zigzag layout.experts=[context]"),
-        (DEEPSEEK, "mesh.expert=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,expert]"),
-        (
+        pytest.param(
             (*GSHARD, *SECOND, "train.dropout=0.1", "model.layers=3"),
             "mesh.pipe=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,tensor]",
+            marks=pytest.mark.slow,
         ),
+        (SMALL_GROUPS, "mesh.context=4 layout.context=zigzag layout.experts=[context]"),
+        (DEEPSEEK, "mesh.expert=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,expert]"),
     ],
 )
 def test_every_router_shares_its_experts_out(kind, layout):
@@ -116,14 +117,14 @@ def devices_of_experts(layout):
 EIGHT = "mesh.fsdp=2 mesh.context=2 mesh.tensor=2"
 WHOLE = "layout.sequence_parallel=false"
 COVER = [  # choices of a token, capacity or none, layout
-    (1, None, "mesh.expert=8"),
     (2, None, f"{EIGHT} layout.experts=[context,tensor] layout.zero=2"),
     (2, 1.0, f"mesh.fsdp=2 mesh.expert=2 mesh.tensor=2 layout.experts=[tensor] {WHOLE}"),
+]
+SLOW = [
+    (1, None, "mesh.expert=8"),
     (8, None, f"{EIGHT} layout.zero=1 {WHOLE}"),
     (8, 1.0, "mesh.fsdp=4 mesh.expert=2 layout.zero=2"),
     (8, 1.0, f"mesh.context=4 mesh.tensor=2 layout.experts=[context,tensor] {WHOLE}"),
-]
-SLOW = [
     (1, None, "mesh.fsdp=4 mesh.context=2 layout.experts=[fsdp] layout.zero=0"),
     (1, None, "mesh.fsdp=2 mesh.context=2"),
     (1, None, "mesh.fsdp=2 mesh.expert=4 layout.zero=1"),
@@ -228,9 +229,11 @@ def gradients_of_repeats(*layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        "mesh.pipe=2 mesh.expert=2 mesh.tensor=2 remat.policy=full",
+        pytest.param(
+            "mesh.pipe=2 mesh.expert=2 mesh.tensor=2 remat.policy=full", marks=pytest.mark.slow
+        ),
         "mesh.fsdp=4 mesh.context=2 layout.experts=[context]",
-        "model.attention_block=4",
+        pytest.param("model.attention_block=4", marks=pytest.mark.slow),
     ],
 )
 def test_no_layout_drops_other_tokens_where_claims_are_equal(layout):
@@ -270,7 +273,13 @@ def padded(batch):
     return jax.tree.map(longer, batch, fills)
 
 
-@pytest.mark.parametrize("kind", [MIXTRAL, (*CAPACITY, "model.moe.aux_loss_over=microbatch")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(MIXTRAL, marks=pytest.mark.slow),
+        (*CAPACITY, "model.moe.aux_loss_over=microbatch"),
+    ],
+)
 def test_padding_changes_nothing_on_any_mesh(kind):
     """The second of two devices along context holds padding alone."""
     batch = padded(synthetic_batch(make_config(*MOE)))
@@ -293,7 +302,11 @@ def skewed_batch(config):
 @pytest.mark.parametrize(
     ("unit", "layout"),
     [
-        ("sequence", "mesh.data=4 mesh.context=2 train.microbatches=4"),
+        pytest.param(
+            "sequence",
+            "mesh.data=4 mesh.context=2 train.microbatches=4",
+            marks=pytest.mark.slow,
+        ),
         ("microbatch", "mesh.fsdp=2 mesh.expert=2 mesh.context=2 train.microbatches=2"),
     ],
 )

@@ -61,31 +61,56 @@ MIXED = (
 
 MODELS = {"local_global": LOCAL_GLOBAL, "latent": LATENT, "mixed": MIXED}
 
-ANY_MODEL = (
+LAYOUTS = (
     "mesh.data=2 mesh.fsdp=2 mesh.tensor=2",
     "mesh.fsdp=4 mesh.tensor=2 layout.zero=2 layout.sequence_parallel=false train.microbatches=4",
     "mesh.tensor=4 layout.overlap=ring remat.policy=full",
     "mesh.context=4 layout.context=zigzag mesh.tensor=2 remat.policy=selective",
     "mesh.context=4 layout.context=usp mesh.fsdp=2",
-    "mesh.pipe=2 mesh.data=2 mesh.tensor=2 train.microbatches=4 layout.schedule=gpipe",
-    "mesh.pipe=2 mesh.context=2 layout.context=ulysses train.microbatches=4 layout.schedule=zb_h1",
 )
 MORE = (
     "mesh.data=8",
     "mesh.fsdp=8 layout.zero=1",
     "mesh.context=2 layout.context=ring",
     "mesh.context=2 layout.context=all_gather",
+)
+
+# A pipeline is compiled layer by layer, so it gets no more of them than it takes.
+THREE = {
+    "local_global": (*LOCAL_GLOBAL, "model.layers=3", "model.rope_pattern=[true,false]"),
+    "latent": (*LATENT, "model.layers=3", "model.dense_layers=2"),
+    "mixed": MIXED,
+}
+"""For two pieces: one layer, and two that differ from it and from each other."""
+
+FOUR = {
+    "local_global": (*LOCAL_GLOBAL, "model.layers=4"),
+    "latent": (*LATENT, "model.layers=4"),
+}
+"""For four pieces, of one layer each."""
+
+TWO_PIECES = (
+    "mesh.pipe=2 mesh.data=2 mesh.tensor=2 train.microbatches=4 layout.schedule=gpipe",
+    "mesh.pipe=2 mesh.context=2 layout.context=ulysses train.microbatches=4 layout.schedule=zb_h1",
+    "mesh.pipe=2 layout.schedule=zb_h2 train.microbatches=4 mesh.fsdp=4 layout.zero=2",
+)
+FOUR_PIECES = (
     "mesh.pipe=4 train.microbatches=4 remat.policy=full",
     "mesh.pipe=2 layout.schedule=interleaved train.microbatches=4 mesh.fsdp=2",
-    "mesh.pipe=2 layout.schedule=zb_h2 train.microbatches=4 mesh.fsdp=4 layout.zero=2",
     "mesh.pipe=2 mesh.context=2 layout.context=all_gather layout.schedule=zb_v "
     "train.microbatches=4",
     "mesh.pipe=2 layout.schedule=dualpipe_v train.microbatches=4 mesh.tensor=2",
 )
-WITH_EXPERTS = (
-    "mesh.expert=4 mesh.tensor=2",
-    pytest.param("mesh.pipe=2 mesh.expert=2 train.microbatches=4", marks=pytest.mark.slow),
-)
+
+
+def by_turns(layouts):
+    """Each layout with one model, and, if there is time, with the other."""
+    names = "local_global", "latent"
+    return [
+        pytest.param(name, layout, marks=[pytest.mark.slow] * ((number + turn) % 2))
+        for number, layout in enumerate(layouts)
+        for turn, name in enumerate(names)
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,23 +124,39 @@ def test_one_device_equals_the_plain_model(name):
     assert_same_gradients(grads, expected_grads)
 
 
-def check(name, layout):
-    metrics, grads = gradients(*MODELS[name], *layout.split())
-    expected, expected_grads = gradients(*MODELS[name])
+def check(model, layout):
+    metrics, grads = gradients(*model, *layout.split())
+    expected, expected_grads = gradients(*model)
     assert_same_metrics(metrics, expected)
     assert_same_gradients(grads, expected_grads)
 
 
-@pytest.mark.parametrize("layout", ANY_MODEL)
-@pytest.mark.parametrize("name", ["local_global", "latent"])
+@pytest.mark.parametrize(("name", "layout"), by_turns(LAYOUTS))
 def test_every_axis_equals_one_device(name, layout):
-    check(name, layout)
+    check(MODELS[name], layout)
 
 
+@pytest.mark.parametrize(("name", "layout"), by_turns(TWO_PIECES))
+def test_stages_that_differ_equal_one_device(name, layout):
+    check(THREE[name], layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("layout", FOUR_PIECES)
+def test_chunks_that_differ_equal_one_device(name, layout):
+    check(FOUR[name], layout)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["latent", "mixed"])
-@pytest.mark.parametrize("layout", WITH_EXPERTS)
-def test_experts_among_other_layers_equal_one_device(name, layout):
-    check(name, layout)
+def test_experts_among_other_layers_equal_one_device(name):
+    check(MODELS[name], "mesh.expert=4 mesh.tensor=2")
+
+
+@pytest.mark.parametrize("name", [pytest.param("latent", marks=pytest.mark.slow), "mixed"])
+def test_experts_among_other_layers_of_stages_equal_one_device(name):
+    check(THREE[name], "mesh.pipe=2 mesh.expert=2 train.microbatches=4")
 
 
 @pytest.mark.slow
@@ -123,11 +164,12 @@ def test_experts_among_other_layers_equal_one_device(name, layout):
     ("name", "layout"),
     [
         *((name, layout) for name in ("local_global", "latent") for layout in MORE),
-        *(("mixed", layout) for layout in (ANY_MODEL[0], ANY_MODEL[3], ANY_MODEL[5])),
+        *(("mixed", layout) for layout in (LAYOUTS[0], LAYOUTS[3], TWO_PIECES[0])),
+        ("local_global", FOUR_PIECES[0]),  # one of the pieces has two layers
     ],
 )
 def test_more_layouts_equal_one_device(name, layout):
-    check(name, layout)
+    check(MODELS[name], layout)
 
 
 def test_stages_that_differ_take_no_permutes():

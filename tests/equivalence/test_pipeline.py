@@ -50,13 +50,20 @@ TIED = (*EIGHT, "model.tie_embeddings=true", "train.z_loss=0.01", "train.dropout
     ("model", "layout"),
     [
         (TIED, "mesh.pipe=2 mesh.fsdp=4 train.microbatches=4"),  # C27
-        (EIGHT, "mesh.pipe=8 train.microbatches=2"),  # C31, fewer micro-batches than stages
-        (
+        pytest.param(  # C31, fewer micro-batches than stages
+            EIGHT, "mesh.pipe=8 train.microbatches=2", marks=pytest.mark.slow
+        ),
+        pytest.param(
             EIGHT,
             "mesh.pipe=4 mesh.fsdp=2 train.microbatches=8 layout.zero=2 remat.policy=full "
             "remat.every=2",
+            marks=pytest.mark.slow,
         ),
-        (TIED, "mesh.pipe=2 layout.schedule=interleaved layout.chunks=4 train.microbatches=4"),
+        pytest.param(
+            TIED,
+            "mesh.pipe=2 layout.schedule=interleaved layout.chunks=4 train.microbatches=4",
+            marks=pytest.mark.slow,
+        ),
         (SIX, "mesh.pipe=4 train.microbatches=4 mesh.context=2 layout.context=zigzag"),
         (SIX, "mesh.pipe=2 layout.schedule=interleaved mesh.tensor=2 train.microbatches=2"),
         (
@@ -244,6 +251,7 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
     return step.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_activations_of_1f1b_do_not_grow_with_micro_batches_and_those_of_gpipe_do():
     flat = [temporary_bytes("1f1b", m) for m in (8, 32)]
     growing = [temporary_bytes("gpipe", m) for m in (8, 32)]

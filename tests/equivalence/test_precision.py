@@ -30,14 +30,17 @@ MESHES = ("mesh.data=8", "mesh.fsdp=8", "mesh.data=2 mesh.tensor=4")
 
 
 def first(config):
-    """The step, and a state that has lived: of `random_params`, with other moments than zeros."""
+    """A state that has lived: of `random_params`, with other moments than zeros."""
     layout = lay_out(config, first_devices(config))
     abstract = abstract_state(config)
     state = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.01, leaf.dtype), abstract)
     scale = jax.device_get(first_scale(config.precision))
     state = replace(state, params=random_params(config), loss_scale=scale)
-    state = jax.device_put(state, state_shardings(abstract, layout))
-    return make_train_step(config, layout), state
+    return jax.device_put(state, state_shardings(abstract, layout))
+
+
+def step_of(config):
+    return make_train_step(config, lay_out(config, first_devices(config)))
 
 
 def batches(config, count):
@@ -58,7 +61,10 @@ def attempt(step, state, batch, config):
 
 @pytest.mark.parametrize(
     "mesh",
-    [*MESHES, "mesh.fsdp=2 mesh.expert=4 model.moe.experts=4 model.moe.bias_update_rate=0.01"],
+    [
+        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES),
+        "mesh.fsdp=2 mesh.expert=4 model.moe.experts=4 model.moe.bias_update_rate=0.01",
+    ],
 )
 def test_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
     """Case C10."""
@@ -68,7 +74,7 @@ def test_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
     weights[0, 5, 3] = np.nan  # one token of one row
     poisoned = replace(poisoned, weights=weights)
 
-    step, state = first(config)
+    step, state = step_of(config), first(config)
     for batch in (one, two):
         state, before, metrics = attempt(step, state, batch, config)
     assert (metrics["step"], metrics["skipped"]) == (2, 0)
@@ -86,7 +92,7 @@ def test_a_nan_on_one_shard_skips_the_attempt_on_all(mesh):
     state, after, metrics = attempt(step, state, four, config)
     assert (metrics["step"], metrics["skipped"], metrics["position"]) == (3, 1, 4 * 16)
 
-    step, state = first(config)  # the same run without the poisoned batch
+    state = first(config)  # the same run without the poisoned batch
     for batch in (one, two, four):
         state, straight, _ = attempt(step, state, batch, config)
     differing = {name for name, value in bits(after).items() if value != bits(straight)[name]}
@@ -104,7 +110,7 @@ def scaled_attempts(mesh):
             "precision.first_scale=2097152",
         ),
     )
-    step, state = first(config)
+    step, state = step_of(config), first(config)
     heavy = synthetic_batch(config)
     weights = np.array(heavy.weights)
     weights[0, :8] = 1e-3  # all that counts lies on one row of the second half
@@ -116,7 +122,9 @@ def scaled_attempts(mesh):
     return trace
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[:2]), MESHES[2]]
+)
 def test_an_overflow_on_one_shard_is_an_overflow_on_all(mesh):
     trace, expected = scaled_attempts(mesh), scaled_attempts("mesh.data=1")
     for name in ("loss_scale", "skipped", "step", "position"):
@@ -128,8 +136,7 @@ def test_an_overflow_on_one_shard_is_an_overflow_on_all(mesh):
     assert trace[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=2e-3)
 
 
-@pytest.mark.parametrize("scale", [2.0**-10, 2.0**20])
-def test_a_power_of_two_scales_the_loss_and_nothing_else(scale):
+def test_a_power_of_two_scales_the_loss_and_nothing_else():
     """In f32 nothing is rounded: a derivative that the scale missed would show."""
     config = make_config(
         *(*SMALL, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatches=2"),
@@ -140,26 +147,38 @@ def test_a_power_of_two_scales_the_loss_and_nothing_else(scale):
     params = jax.device_put(random_params(config), shardings)
     run = jax.jit(shard_loss_and_grads(config, layout, params))
     batch = place(synthetic_batch(config), config, layout)
-    scaled = run(params, batch, 0, jnp.float32(scale))
     plain = run(params, batch, 0, jnp.float32(1))
-    chex.assert_trees_all_equal(scaled, plain)
+    for scale in (2.0**-10, 2.0**20):
+        scaled = run(params, batch, 0, jnp.float32(scale))
+        chex.assert_trees_all_equal(scaled, plain)
 
 
-@pytest.mark.parametrize(("compute", "rounding"), [("bf16", 2**-8), ("f16", 2**-11)])
+ALL_EXPERTS = ("model.moe.experts=4", "model.moe.experts_per_token=4")
+"""All of them, since rounding would choose others."""
+
+HALVES = {"bf16": 2**-8, "f16": 2**-11}
+IN_HALVES = [
+    ("mesh.data=1", ()),
+    ("mesh.data=2 mesh.fsdp=2 mesh.tensor=2", ()),
+    ("mesh.fsdp=2 mesh.expert=2 mesh.tensor=2", ALL_EXPERTS),
+    ("mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1 train.microbatches=2", ()),
+]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "model"),
+    ("compute", "mesh", "model"),
     [
-        ("mesh.data=1", ()),
-        ("mesh.data=2 mesh.fsdp=2 mesh.tensor=2", ()),
-        # all of them: rounding would choose others
-        (
-            "mesh.fsdp=2 mesh.expert=2 mesh.tensor=2",
-            ("model.moe.experts=4", "model.moe.experts_per_token=4"),
+        ("f16", *IN_HALVES[0]),
+        ("bf16", *IN_HALVES[1]),
+        ("f16", *IN_HALVES[3]),
+        *(
+            pytest.param(compute, *IN_HALVES[case], marks=pytest.mark.slow)
+            for compute, case in (("bf16", 0), ("f16", 1), ("bf16", 2), ("f16", 2), ("bf16", 3))
         ),
-        ("mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1 train.microbatches=2", ()),
     ],
 )
-def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, rounding, mesh, model):
+def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, mesh, model):
+    rounding = HALVES[compute]
     metrics, grads = gradients(*SMALL, *model, *mesh.split(), f"precision.compute={compute}")
     expected, expected_grads = gradients(*SMALL, *model)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=rounding)
@@ -168,7 +187,9 @@ def test_gradients_in_half_the_bits_are_those_of_f32_up_to_rounding(compute, rou
         assert 0 < error < 32 * rounding, name  # some thirty roundings lie between
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero", [0, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2)), 3]
+)
 def test_gradients_travel_in_bf16_where_that_is_asked_for(zero):
     """Case C12."""
     overrides = (*SMALL, "mesh.data=2", "mesh.fsdp=4", f"layout.zero={zero}")
@@ -206,9 +227,9 @@ def test_accumulation_is_f32_even_where_gradients_travel_in_bf16():
 @pytest.mark.parametrize(
     "mesh",
     [
-        "mesh.data=1",
+        pytest.param("mesh.data=1", marks=pytest.mark.slow),
         "mesh.data=2 mesh.fsdp=2 mesh.tensor=2",
-        "mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1",
+        pytest.param("mesh.pipe=2 mesh.tensor=2 layout.schedule=zb_h1", marks=pytest.mark.slow),
     ],
 )
 def test_halt_on_nan_marks_the_microbatch_and_the_parameters(mesh):

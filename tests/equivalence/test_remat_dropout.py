@@ -48,13 +48,20 @@ def assert_same_bits(found, expected):
     chex.assert_trees_all_equal(grads, expected_grads)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        POLICIES[0],
+        *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:4]),
+        POLICIES[4],
+    ],
+)
 def test_recomputation_changes_no_bit_on_a_mesh_with_dropout(policy):
     found = shipped(*DROPPED, *MESH, *policy.split())
     assert_same_bits(found, shipped(*DROPPED, *MESH))
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:3])
+@pytest.mark.parametrize("policy", [POLICIES[1], pytest.param(POLICIES[2], marks=pytest.mark.slow)])
 def test_recomputation_changes_no_bit_on_one_device(policy):
     assert_same_bits(shipped(*MODEL, *policy.split()), shipped(*MODEL))
 
@@ -62,9 +69,12 @@ def test_recomputation_changes_no_bit_on_one_device(policy):
 @pytest.mark.parametrize(
     "layout",
     [
-        " ".join(MESH),
+        pytest.param(" ".join(MESH), marks=pytest.mark.slow),
         "mesh.data=2 mesh.fsdp=2 mesh.tensor=2 train.microbatches=2 remat.policy=selective",
-        "mesh.data=2 mesh.tensor=4 layout.sequence_parallel=false layout.zero=1",
+        pytest.param(
+            "mesh.data=2 mesh.tensor=4 layout.sequence_parallel=false layout.zero=1",
+            marks=pytest.mark.slow,
+        ),
         "train.microbatches=4 remat.policy=full remat.every=2",
     ],
 )
@@ -86,12 +96,14 @@ def test_a_run_goes_on_with_its_masks_on_another_mesh():
     overrides = (*SMALL, *SGD, "train.dropout=0.5")
     one = make_config(*overrides)
     batch = synthetic_batch(one)
-    straight, _ = run_steps(one, [batch, batch, batch])
+    states = []
+    straight, _ = run_steps(
+        one, [batch, batch, batch], between=lambda state: states.append(jax.device_get(state))
+    )
     other = make_config(*overrides, *MESH, "train.microbatches=2")
-    _, state = run_steps(one, [batch])
     layout = lay_out(other, first_devices(other))
     shardings = state_shardings(abstract_state(other), layout)
-    state = jax.device_put(jax.device_get(state), shardings)
+    state = jax.device_put(states[0], shardings)
     step = make_train_step(other, layout)
     for expected in straight[1:]:
         state, metrics = step(state, place(batch, other, layout))

@@ -67,7 +67,7 @@ def plain(x, table, targets, weights, loss):
 def sharded(inputs, layout, loss):
     """Objective, sums and gradients by (x, table) on a mesh."""
     x, table, targets, weights = inputs
-    x_spec = P(ZERO_AXES, "tensor" if layout.sequence_parallel else None)
+    x_spec = P(ZERO_AXES, "tensor" if layout.config.sequence_parallel else None)
     in_specs = x_spec, specs(table, layout.param_spec)
     out_specs = x_spec, specs(table, layout.state_spec)
 

@@ -92,7 +92,11 @@ SECOND = ("model.moe.second_expert=random",)
             "mesh.pipe=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,tensor]",
             marks=pytest.mark.slow,
         ),
-        (SMALL_GROUPS, "mesh.context=4 layout.context=zigzag layout.experts=[context]"),
+        pytest.param(
+            SMALL_GROUPS,
+            "mesh.context=4 layout.context=zigzag layout.experts=[context]",
+            marks=pytest.mark.slow,
+        ),
         (DEEPSEEK, "mesh.expert=2 mesh.context=2 mesh.tensor=2 layout.experts=[context,expert]"),
     ],
 )
@@ -352,11 +356,12 @@ def bias_after_three_updates():
     return bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         "remat.policy=full mesh.expert=2 mesh.tensor=2",
-        pytest.param("mesh.fsdp=2 mesh.context=4 layout.experts=[context]", marks=pytest.mark.slow),
+        "mesh.fsdp=2 mesh.context=4 layout.experts=[context]",
     ],
 )
 def test_the_bias_of_routers_is_the_same_on_any_mesh(layout):
@@ -380,6 +385,7 @@ def test_padding_and_evaluations_move_no_bias():
     np.testing.assert_array_equal(state.buffers["moe"], bias_after_three_updates())
 
 
+@pytest.mark.slow
 def test_verify_meets_experts_in_every_pair():
     layouts = verify.pairwise_cover(make_config(*MOE))
     for choice in ("mesh.expert=2", "mesh.expert=4"):

@@ -1,5 +1,7 @@
 """Layers of several kinds in one model: each equals the plain model, in every layout."""
 
+from itertools import product
+
 import pytest
 from numpy.testing import assert_allclose
 
@@ -103,13 +105,15 @@ FOUR_PIECES = (
 )
 
 
-def by_turns(layouts):
-    """Each layout with one model, and, if there is time, with the other."""
-    names = "local_global", "latent"
+QUICK = {("latent", LAYOUTS[1]), ("latent", LAYOUTS[3]), ("local_global", TWO_PIECES[2])}
+
+
+def both_models(layouts):
+    """All but QUICK are slow: beside it, a window's pattern goes round a ring, and both kinds of
+    layers lie on stages with experts."""
     return [
-        pytest.param(name, layout, marks=[pytest.mark.slow] * ((number + turn) % 2))
-        for number, layout in enumerate(layouts)
-        for turn, name in enumerate(names)
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in product(("local_global", "latent"), layouts)
     ]
 
 
@@ -131,12 +135,12 @@ def check(model, layout):
     assert_same_gradients(grads, expected_grads)
 
 
-@pytest.mark.parametrize(("name", "layout"), by_turns(LAYOUTS))
+@pytest.mark.parametrize(("name", "layout"), both_models(LAYOUTS))
 def test_every_axis_equals_one_device(name, layout):
     check(MODELS[name], layout)
 
 
-@pytest.mark.parametrize(("name", "layout"), by_turns(TWO_PIECES))
+@pytest.mark.parametrize(("name", "layout"), both_models(TWO_PIECES))
 def test_stages_that_differ_equal_one_device(name, layout):
     check(THREE[name], layout)
 

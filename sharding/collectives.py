@@ -54,26 +54,21 @@ def reduce_scatter(
     """A[.., D, ..]{partial over axes} -> A[.., D_axes, ..] along `dim`. Sends (N-1)/N·n, and adds
     up, in `dtype` (default: x's own).
 
-    Where an axis goes along several sides of a torus, one side at a time: XLA for TPU makes of a
-    scatter over two an all-reduce, which sends twice as much, and cuts a piece off.
+    An axis that goes along several sides of a torus is scattered over one side at a time: XLA for
+    TPU makes of a scatter over two an all-reduce, which sends twice as much, and cuts a piece off.
     """
     wide = _wide(axes, layout)
     if not wide:
         return x
-    sides = dict(layout.sides)
-    if not sides.keys() & {*wide}:
-        scatter = partial(lax.psum_scatter, axis_name=wide, scatter_dimension=dim, tiled=True)
-        return _in_dtype(scatter, x, dtype)
+    scatter = partial(lax.psum_scatter, axis_name=wide, scatter_dimension=dim, tiled=True)
 
     def scatter_by_side(x: jax.Array) -> jax.Array:
-        for axis in wide:
-            for groups in _side_groups(sides.get(axis, (layout.size(axis),))):
-                x = lax.psum_scatter(
-                    x, axis, scatter_dimension=dim, axis_index_groups=groups, tiled=True
-                )
+        for groups in _side_groups(sides):
+            x = scatter(x, axis_index_groups=groups)
         return x
 
-    return _in_dtype(scatter_by_side, x, dtype)
+    sides = dict(layout.sides).get(wide[0], ()) if len(wide) == 1 else ()
+    return _in_dtype(scatter_by_side if sides else scatter, x, dtype)
 
 
 def _side_groups(sides: Sequence[int]) -> list[list[list[int]]]:

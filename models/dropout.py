@@ -32,13 +32,13 @@ GENERATOR = "threefry2x32"
 
 
 class Dropout(NamedTuple):
-    """rate: probability of zero, which may be 0 where only the router is left to chance. rows:
-    uint32 [B, 2], the words of each row's key: plain data, as a pipeline keeps them with all else
-    that its backward pass needs.
-    """
+    """What is left to chance in a micro-batch."""
 
     rate: float
+    """probability of zero; 0 where only the router is left to chance"""
     rows: jax.Array
+    """uint32 [B, 2], the words of each row's key: plain data, which a pipeline keeps with all else
+    that its backward pass needs"""
 
 
 def row_keys(seed: int, positions: jax.Array) -> jax.Array:

@@ -52,20 +52,19 @@ class Dim:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The table for one model on one mesh.
-
-    rules: (logical axis, mesh axes) pairs. kv_copies: heads that kv heads are repeated to where
-    tensor does not divide them, so that each tensor shard gets whole ones. ulysses: neighbours
-    along context that exchange tokens for heads. chunks: of each row, dealt out along context in
-    zigzag; 1: it is cut as it stands. notes: lines for the start-up summary about what stayed
-    replicated.
-    """
+    """The table for one model on one mesh."""
 
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    """(logical axis, mesh axes) pairs"""
     kv_copies: int
+    """heads that kv heads are repeated to where tensor does not divide them, so that each tensor
+    shard gets whole ones"""
     ulysses: int
+    """neighbours along context that exchange tokens for heads"""
     chunks: int
+    """pieces of each row that are dealt out along context in zigzag; 1: it is cut as it stands"""
     notes: tuple[str, ...]
+    """lines for the start-up summary about what stayed replicated"""
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

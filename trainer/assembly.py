@@ -28,12 +28,11 @@ from .optim.precision import DTYPES
 
 
 class Piece(NamedTuple):
-    """One micro-batch, or [G, ...] of several. keys: the words of its rows' random keys, [B, 2],
-    where anything is left to chance.
-    """
+    """One micro-batch, or [G, ...] of several."""
 
     batch: Batch
     keys: jax.Array | None = None
+    """[B, 2], the words of its rows' random keys; None where nothing is left to chance"""
 
 
 def training_loss(config: Config) -> Loss:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """tokens: to add at most; end-of-text ends a row earlier. temperature: divides the logits; 0:
-    always the likeliest token. top_k: only the k likeliest tokens; top_p: of those only as many as
-    together reach this probability (nucleus sampling, arXiv 1904.09751); None: all.
-
-    Raises ValueError naming the setting.
-    """
+    """The settings of `generate`. Raises ValueError naming one that cannot be."""
 
     tokens: int = 64
+    """to add at most; end-of-text ends a row earlier"""
     temperature: float = 0.8
+    """divides the logits; 0: always the likeliest token"""
     top_k: int | None = None
+    """only the k likeliest tokens; None: all"""
     top_p: float | None = None
+    """of those only as many as together reach this probability (nucleus sampling, arXiv
+    1904.09751); None: all"""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -43,16 +43,18 @@ that are nearly equal may as well go by position.
 
 
 class Route(NamedTuple):
-    """experts [B, S, k] int32, E where a choice is void; gates [B, S, k]: factors on what they
-    give. chosen [B, S, k]: the same before a second one was left out or capacity ran out; dropped:
-    how many found no room, int32. shares [B, S, E]: the router's probabilities.
-    """
+    """Which experts a token goes to."""
 
     experts: jax.Array
+    """int32 [B, S, k]; E where a choice is void"""
     gates: jax.Array
+    """[B, S, k], factors on what those experts give"""
     chosen: jax.Array
+    """[B, S, k], the experts before a second one was left out or capacity ran out"""
     dropped: jax.Array
+    """int32, choices that found no room"""
     shares: jax.Array
+    """[B, S, E], the router's probabilities"""
 
 
 def route(

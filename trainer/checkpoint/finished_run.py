@@ -27,15 +27,17 @@ from .run_folder import read_trained_on
 
 @dataclass(frozen=True)
 class OpenRun:
-    """config: the run's with the overrides. tokenizer: the run's. params: their average where the
-    run keeps one (optimizer.ema). buffers: State's.
-    """
+    """A run's newest checkpoint, or one of its others, laid out on a mesh."""
 
     config: Config
+    """the run's, with the overrides"""
     layout: Layout
     tokenizer: Tokenizer
+    """the run's"""
     params: Transformer
+    """their average where the run keeps one (optimizer.ema)"""
     buffers: dict[str, Any]
+    """those of `State`"""
 
 
 def open_run(

@@ -39,14 +39,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: completed updates. config: the run's resolved config, as YAML. tokenizer: digest of its
-    tokenizer.json.
-    """
+    """What a checkpoint says of itself."""
 
     step: int
+    """completed updates"""
     config: str
+    """the run's resolved config, as YAML"""
     tokenizer: str
+    """digest of its tokenizer.json"""
     leaves: dict[str, Leaf]
+    """by name"""
 
 
 def find_checkpoints(path: Path) -> dict[int, Path]:

@@ -105,12 +105,12 @@ def hold(folder: Path, config: Config) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """data.json of a run folder. documents: what they were, see `documents_of`. store: the token
-    store that was read, where this machine had it.
-    """
+    """data.json of a run folder."""
 
     documents: dict[str, Any]
+    """what they were, see `documents_of`"""
     store: str
+    """the token store that was read, where this machine had it"""
 
 
 def read_trained_on(folder: Path) -> TrainedOn:

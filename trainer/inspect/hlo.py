@@ -73,15 +73,19 @@ class Program:
 
 
 class Instruction(NamedTuple):
-    """arguments: what its parentheses hold. attributes: what follows them. line: its number."""
+    """One line of a program's text."""
 
     name: str
     type: str
     opcode: str
     arguments: str
+    """what its parentheses hold"""
     attributes: str
+    """what follows them"""
     root: bool
+    """whether its computation returns it"""
     line: int
+    """its number"""
 
     @property
     def operands(self) -> list[str]:
@@ -95,16 +99,18 @@ Computations = Mapping[str, Computation]
 
 
 class Execution(NamedTuple):
-    """An instruction on one path through the program. times, at_least: see Collective. scope: of
-    what called its computation. hidden: it, or what called it, is overlapped.
-    """
+    """An instruction on one path through the program."""
 
     instruction: Instruction
     computation: str
+    """the one that it stands in"""
     times: int
+    """as in `Collective`"""
     at_least: bool
     scope: str
+    """that of what called its computation"""
     hidden: bool
+    """whether it, or what called it, is overlapped"""
 
 
 class Array(NamedTuple):

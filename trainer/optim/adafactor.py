@@ -22,10 +22,12 @@ from .matrix_sides import mean_over, mesh_axes, side_size, sides
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FactoredState:
-    """moments: for each parameter its mean squares, (by row, by column) or (by element,)."""
+    """What Adafactor keeps."""
 
     count: jax.Array
+    """updates so far"""
     moments: Any
+    """for each parameter its mean squares, (by row, by column) or (by element,)"""
 
 
 def scale_by_factored_rms(

@@ -24,26 +24,28 @@ FLOOR = 1.0
 
 @dataclass(frozen=True)
 class Preset:
-    """init: the first scale. window: clean attempts before it doubles. hysteresis: overflows before
-    it halves.
-    """
+    """How a loss scale moves."""
 
     init: float
+    """the first scale"""
     window: int
+    """clean attempts before it doubles"""
     hysteresis: int
+    """overflows before it halves"""
 
 
 PRESETS = {"torch": Preset(2.0**16, 2000, 1), "megatron": Preset(2.0**32, 1000, 2)}
 
 
 class LossScale(NamedTuple):
-    """scale: f32. clean: attempts since the last overflow or change, i32. left: overflows until the
-    scale halves, i32.
-    """
+    """The loss scale and what decides about the next one."""
 
     scale: jax.Array
+    """f32"""
     clean: jax.Array
+    """attempts since the last overflow or change, i32"""
     left: jax.Array
+    """overflows until the scale halves, i32"""
 
 
 def first_scale(config: PrecisionConfig) -> LossScale | None:

@@ -68,6 +68,14 @@ def test_without_a_request_all_items_come():
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 
 
+@pytest.fixture(autouse=True)
+def hangups_count():
+    """Though the tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_and_the_old_handlers_return(number):
     before = [signal.getsignal(each) for each in SIGNALS]

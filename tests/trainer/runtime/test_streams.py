@@ -16,7 +16,10 @@ from meshwright.trainer.config.load import override, to_yaml
 
 RUN = [sys.executable, "-c", "from meshwright.trainer.cli import run; run()"]
 
-OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+OWN_TERMINAL = (
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # the tests may run under nohup
+)
 
 
 def shell(script: str, *words: str) -> tuple[int, str]:

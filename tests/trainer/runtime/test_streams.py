@@ -22,6 +22,16 @@ OWN_TERMINAL = (
 )
 
 
+@contextlib.contextmanager
+def ending(process: subprocess.Popen):
+    """Leaves nothing behind that runs on when a test has failed."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def shell(script: str, *words: str) -> tuple[int, str]:
     """Exit code and stderr of a shell script that starts the command as `"$@"`."""
     command = ["bash", "-c", f"set -o pipefail; {script}", "bash", *RUN, *words]
@@ -121,15 +131,16 @@ def test_a_terminal_that_goes_away_stops_a_run_which_saves(config):
         stderr=its_side,
         start_new_session=True,
     )
-    os.close(its_side)
-    os.set_blocking(terminal, False)
-    written, end = b"", time.monotonic() + 120
-    while b"tokens/s" not in written and time.monotonic() < end:
-        with contextlib.suppress(BlockingIOError):
-            written += os.read(terminal, 2**16)
-        time.sleep(0.05)
-    assert b"tokens/s" in written
-    os.close(terminal)
-    assert process.wait(timeout=120) == 75
+    with ending(process):
+        os.close(its_side)
+        os.set_blocking(terminal, False)
+        written, end = b"", time.monotonic() + 120
+        while b"tokens/s" not in written and time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                written += os.read(terminal, 2**16)
+            time.sleep(0.05)
+        assert b"tokens/s" in written
+        os.close(terminal)
+        assert process.wait(timeout=120) == 75
     last = steps(folder)[-1]
     assert (folder / "checkpoints" / str(last)).is_dir()

@@ -113,7 +113,9 @@ def test_clipping_is_once_per_update():
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_no_gradient_of_the_step_is_reduced_in_bf16(zero):
-    """Case C12. Without tensor only weights are gathered, and only gradients and sums reduced."""
+    """Case C12. Without tensor only weights are gathered, for products or, whole again after the
+    update, in f32; and only gradients and sums are reduced.
+    """
     config = make_config(
         *T0, "precision.compute=bf16", "mesh.data=2", "mesh.fsdp=4", f"layout.zero={zero}"
     )
@@ -121,7 +123,7 @@ def test_no_gradient_of_the_step_is_reduced_in_bf16(zero):
     reduced = {dtype for name, dtype in found if name in ("all_reduce", "reduce_scatter")}
     gathered = {dtype for name, dtype in found if name == "all_gather"}
     assert reduced == {"f32"}
-    assert gathered == ({"bf16"} if zero == 3 else set())
+    assert gathered == {0: set(), 2: {"f32"}, 3: {"bf16"}}[zero]
 
 
 def test_decay_follows_the_role_not_the_number_of_dims():

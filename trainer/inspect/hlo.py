@@ -521,13 +521,14 @@ def _integers(text: str) -> list[int]:
 
 def spanned_axes(groups: np.ndarray, mesh: Mapping[str, int], kind: str) -> tuple[str, ...] | None:
     """The axes along which members of a group differ, if a group is all devices along them or may
-    be some, as one side of a torus is of an axis.
+    be some, as one side of a torus is of an axis that gradients are scattered over.
     """
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
     whole = math.prod(mesh[axis] for axis in axes) == groups.shape[1]
-    some = len(axes) == 1 or kind in ("collective-permute", "all-to-all")
+    side = kind == "reduce-scatter" and len(axes) == 1
+    some = side or kind in ("collective-permute", "all-to-all")
     return axes if whole or some else None
 
 

@@ -159,10 +159,9 @@ def test_a_layout_sends_what_its_contract_says(layout):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_torus_scatters_the_same_bytes_side_by_side(stage, monkeypatch):
-    one_by_one = "mesh.fsdp=8", f"layout.zero={stage}"
-    _, whole = plan_of(*one_by_one)
+    config, whole = plan_of("mesh.fsdp=8", f"layout.zero={stage}")
     monkeypatch.setattr(layouts, "torus_sides", lambda mesh: {"fsdp": (2, 4)})
-    _, torus = plan_of(*one_by_one)
+    torus = make_plan(config, first_devices(config))
     assert (torus.unexplained, torus.unknown) == (0, ())
     (before,), (after,) = (
         [row for row in plan.moved if row.kind == "reduce-scatter"] for plan in (whole, torus)

@@ -21,13 +21,10 @@ from ..models.transformer import (
 )
 from ..sharding.gradients import scatter_gradients
 from ..sharding.layout import Layout, specs
-from ..sharding.pipeline.executor import Stages, Totals, run_schedule
+from ..sharding.pipeline.executor import Mark, Stages, Totals, run_schedule
 from ..sharding.pipeline.schedules import Schedule, forward_schedule
 from .assembly import Piece, forward_share
 from .config import Config
-
-Mark = Callable[[Any], jax.Array]
-"""Gradients -> [leaf]"""
 
 
 def add_up_gradients(

@@ -155,7 +155,9 @@ def _of_first(program: ClosedJaxpr, count: int) -> ClosedJaxpr:
 
 
 def _without_effects(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without what prints or calls back: that happens once, in F."""
+    """The program without what prints or calls back, and without collectives: they run once, in F,
+    and what they give is handed over.
+    """
     pure = [eqn for eqn in program.jaxpr.eqns if not eqn.effects]
     return ClosedJaxpr(program.jaxpr.replace(eqns=pure), program.consts)
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from meshwright.sharding import layout as layout_module
 from meshwright.sharding import linear
 from meshwright.sharding.gradients import scatter_gradients
 from meshwright.trainer import microbatches, step
@@ -18,6 +19,7 @@ from runs import (
     assert_same_gradients,
     assert_same_metrics,
     gradients,
+    layout_gradients,
     make_config,
     reference_gradients,
 )
@@ -92,6 +94,17 @@ def assert_equal_one_device(layouts):
     results = list(verify.compare(make_config(*DEEP), layouts))
     assert [result.layout for result in results] == layouts
     assert not [result for result in results if not result.equal]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_that_are_scattered_side_by_side_equal_one_device(zero, monkeypatch):
+    """As on a torus of 2 × 4 chips."""
+    monkeypatch.setattr(layout_module, "torus_sides", lambda mesh: {"fsdp": (2, 4)})
+    config = make_config(*SMALL, "mesh.fsdp=8", f"layout.zero={zero}")
+    metrics, grads = layout_gradients(config)
+    expected, expected_grads = gradients(*SMALL)
+    assert_same_metrics(metrics, expected)
+    assert_same_gradients(grads, expected_grads)
 
 
 @pytest.mark.slow
